@@ -1,0 +1,70 @@
+"""The engine's settings, checked where they enter."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+SchedulerName = Literal["continuous", "static"]
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine core.
+
+    Args:
+        model: a folder in Hugging Face layout or a GGUF file (hub ids are resolved before, by `engine.hub`).
+        dtype: "auto" is bfloat16 where the device computes it natively and float32 elsewhere.
+        device: "auto" is cuda where torch finds one, else cpu.
+        load_format: "dummy" fills the weights with seeded N(0, 0.02) instead of reading them.
+        memory_budget: bytes (an int above 1) or a fraction of the device's memory (a float in (0, 1]).
+            On CUDA it covers weights, activations and the KV pool; on the CPU the KV pool alone (None: 2 GiB).
+        max_model_len: longest prompt + completion, tokens (None: the model's own window).
+        page_size: tokens in a page of the KV pool.
+        max_num_seqs: most sequences in one step.
+        max_num_batched_tokens: token budget of one step.
+        scheduler: "static" is the naive baseline, kept to measure against.
+        prefix_cache: share the pages of equal prefixes.
+        chunked_prefill: let a prompt be computed over several steps beside decodes.
+        logits_processors: "package.module:Class" of user logits processors, applied in order.
+        threads: torch threads on the CPU (None: the cores this process may use).
+    """
+
+    model: Path
+    dtype: DTypeName = "auto"
+    device: str = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    memory_budget: int | float | None = None
+    max_model_len: int | None = None
+    page_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    scheduler: SchedulerName = "continuous"
+    prefix_cache: bool = True
+    chunked_prefill: bool = True
+    logits_processors: tuple[str, ...] = ()
+    threads: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError naming the field that is out of range."""
+        positive = ("page_size", "max_num_seqs", "max_num_batched_tokens")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.page_size & (self.page_size - 1):
+            raise ValueError(f"page_size must be a power of two, not {self.page_size}")
+        if self.max_num_batched_tokens < self.max_num_seqs and self.scheduler == "continuous":
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"
+                f" ({self.max_num_seqs}): every running sequence decodes one token a step"
+            )
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max_model_len must be at least 2, not {self.max_model_len}")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads must be at least 1, not {self.threads}")
+        if self.memory_budget is not None:
+            if isinstance(self.memory_budget, float) and not 0 < self.memory_budget <= 1:
+                raise ValueError(f"memory_budget as a fraction must be in (0, 1], not {self.memory_budget}")
+            if isinstance(self.memory_budget, int) and self.memory_budget < 1:
+                raise ValueError(f"memory_budget must be at least 1 byte, not {self.memory_budget}")

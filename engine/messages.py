@@ -1,0 +1,149 @@
+"""Messages between the core process and its clients: msgpack over a Unix socket, one frame a step and client.
+
+A frame is a 4-byte little-endian length and a msgpack array whose first entry is the message's tag.
+"""
+
+import msgspec
+
+from engine.request import FinishReason, RejectReason, Request
+
+
+class Submit(msgspec.Struct, tag="submit", array_like=True):
+    """Client to core: take this request."""
+
+    request: Request
+
+
+class EndSequences(msgspec.Struct, tag="end", array_like=True):
+    """Client to core: these (request id, index) are complete (a stop string was found). No further message about them."""
+
+    sequences: list[tuple[str, int]]
+
+
+class Abort(msgspec.Struct, tag="abort", array_like=True):
+    """Client to core: end these requests, whoever sent them. Answered by AbortReply when call_id is not 0."""
+
+    request_ids: list[str]
+    call_id: int = 0
+
+
+class Call(msgspec.Struct, tag="call", array_like=True):
+    """Client to core: a question that has one Reply."""
+
+    call_id: int
+    method: str  # "stats" | "flush_cache" | "drain"
+
+
+class CoreInfo(msgspec.Struct, tag="info", array_like=True):
+    """Core to client, first thing on a connection: what is served."""
+
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    dtype: str
+    device: str
+    page_size: int
+    num_pages: int
+    max_num_seqs: int
+    version: str
+
+
+class SequenceOutput(msgspec.Struct, array_like=True):
+    """New tokens of one sequence, and its end if it came."""
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    finish: FinishReason | None = None
+
+
+class RequestStart(msgspec.Struct, array_like=True):
+    """The request's first step has been scheduled."""
+
+    request_id: str
+    cached_tokens: int
+
+
+class RequestAccepted(msgspec.Struct, array_like=True):
+    """The request is queued."""
+
+    request_id: str
+
+
+class RequestRejection(msgspec.Struct, array_like=True):
+    """The request was not taken."""
+
+    request_id: str
+    reason: RejectReason
+    message: str
+    field: str
+
+
+class Outputs(msgspec.Struct, tag="outputs", array_like=True):
+    """Core to client: everything that one turn of the loop has for it."""
+
+    accepted: list[RequestAccepted]
+    rejected: list[RequestRejection]
+    started: list[RequestStart]
+    sequences: list[SequenceOutput]
+
+
+class CoreStats(msgspec.Struct, array_like=True):
+    """Gauges of this moment, counters since the core started. Field for field the proto's Stats."""
+
+    uptime_seconds: float = 0.0
+    running_sequences: int = 0
+    waiting_sequences: int = 0
+    live_requests: int = 0
+    total_pages: int = 0
+    free_pages: int = 0
+    cached_pages: int = 0
+    used_pages: int = 0
+    steps: int = 0
+    last_step_rows: int = 0
+    max_step_rows: int = 0
+    last_step_tokens: int = 0
+    prefill_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    requests_accepted: int = 0
+    requests_rejected: int = 0
+    requests_finished: int = 0
+    requests_aborted: int = 0
+    schedule_seconds: float = 0.0
+    execute_seconds: float = 0.0
+    process_seconds: float = 0.0
+
+
+class StatsReply(msgspec.Struct, tag="stats", array_like=True):
+    """Answer to Call("stats")."""
+
+    call_id: int
+    stats: CoreStats
+
+
+class CountReply(msgspec.Struct, tag="count", array_like=True):
+    """Answer to Call("flush_cache") (pages freed) and Call("drain") (requests still live)."""
+
+    call_id: int
+    count: int
+
+
+class AbortReply(msgspec.Struct, tag="aborted", array_like=True):
+    """Answer to Abort: the ids that were live."""
+
+    call_id: int
+    request_ids: list[str]
+
+
+class CoreState(msgspec.Struct, tag="state", array_like=True):
+    """Core to every client, whenever it changes: a draining core takes no new requests."""
+
+    draining: bool
+
+
+ToCore = Submit | EndSequences | Abort | Call
+FromCore = CoreInfo | CoreState | Outputs | StatsReply | CountReply | AbortReply

@@ -1,0 +1,96 @@
+"""What the scheduler hands to the runner: one immutable step. Plain data: no torch.
+
+The runner keeps one *row* for every running sequence: its token ids, its page table and its sampling state live there, on
+the device. A step names only what changes, so that its cost on the host grows with the changes and not with the batch, and
+so that a step can be launched before the tokens of the step before it are known: the input of a decode row is read from the
+row, where the sampler has put it.
+"""
+
+from dataclasses import dataclass
+
+from engine.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RowInit:
+    """A sequence takes a row (admitted, resumed after a preemption, or forked off a sibling).
+
+    Args:
+        row: 0 <= row < max_num_seqs; the row's earlier content is void.
+        tokens: every token known so far, prompt first.
+        prompt_length: how many of them are the prompt.
+        params: params.seed is set.
+        index: which of the request's n continuations (0 to n - 1); part of the random numbers' key.
+        stop_mask: token ids that may not be sampled before min_tokens are generated.
+    """
+
+    row: int
+    tokens: tuple[int, ...]
+    prompt_length: int
+    params: SamplingParams
+    index: int
+    stop_mask: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PageUpdate:
+    """Pages are written into a row's page table, beginning at slot `first`."""
+
+    row: int
+    first: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowWork:
+    """Tokens [start, start + length) of a row go through the model; their K and V go to the row's pages.
+
+    length is 1 in decode. Attention of token t sees the row's tokens 0..t.
+    """
+
+    row: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A token is drawn for `row` from the logits of the last token of work `work`, and appended to the row.
+
+    `work` is of another row only when siblings take their first token from the prompt that one of them computed.
+    """
+
+    work: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass. Effects in this order: inits, page updates, works (all K and V of a layer are written before any
+    attention of that layer reads), samples, copies."""
+
+    step_id: int
+    inits: tuple[RowInit, ...]
+    page_updates: tuple[PageUpdate, ...]
+    works: tuple[RowWork, ...]
+    samples: tuple[Sample, ...]
+    # (source page, destination page): whole pages copied after the forward pass.
+    copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that go through the model."""
+        return sum(work.length for work in self.works)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came out of a step.
+
+    Args:
+        tokens: one sampled token id for each of step.samples.
+        failed: indexes into step.samples whose logits were not finite; their tokens mean nothing.
+    """
+
+    tokens: tuple[int, ...]
+    failed: tuple[int, ...] = ()
