@@ -1,0 +1,48 @@
+"""Puts an engine core together from its settings. The only place that chooses between implementations."""
+
+import importlib.metadata
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.messages import CoreInfo
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler
+from engine.static_scheduler import StaticScheduler
+
+
+def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[EngineCore, CoreInfo]:
+    """Loads the model, makes the KV pool and warms up.
+
+    Raises:
+        ModelError: the model cannot be served as asked.
+        ValueError: a logits processor cannot be loaded.
+    """
+    runner = ModelRunner(config, progress=progress)
+    model = runner.model_config
+    kind = StaticScheduler if config.scheduler == "static" else Scheduler
+    scheduler = kind(
+        num_pages=runner.num_pages,
+        page_size=config.page_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=runner.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        prefix_cache=config.prefix_cache,
+        chunked_prefill=config.chunked_prefill,
+        seed=config.seed,
+    )
+    runner.warm_up()
+    info = CoreInfo(
+        architecture=model.architecture,
+        vocab_size=model.vocab_size,
+        max_model_len=runner.max_model_len,
+        eos_token_ids=list(model.eos_token_ids),
+        dtype=str(runner.dtype).removeprefix("torch."),
+        device=str(runner.device),
+        page_size=config.page_size,
+        num_pages=runner.num_pages,
+        max_num_seqs=config.max_num_seqs,
+        version=importlib.metadata.version("fulcrum-llm"),
+    )
+    return EngineCore(scheduler, runner), info

@@ -1,0 +1,313 @@
+"""The asyncio side of the core's socket: requests go in, their tokens come out. Used by the service."""
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Self, TypeVar
+
+import msgspec
+
+from engine.frames import HEADER_BYTES, frame_length, to_frame
+from engine.messages import (
+    Abort,
+    AbortReply,
+    Call,
+    CoreInfo,
+    CoreState,
+    CoreStats,
+    CountReply,
+    EndSequences,
+    FromCore,
+    Outputs,
+    RequestStart,
+    SequenceOutput,
+    StatsReply,
+    Submit,
+    ToCore,
+)
+from engine.request import FinishReason, RejectReason, Request, RequestRejected
+
+_Reply = TypeVar("_Reply", StatsReply, CountReply, AbortReply)
+_Event = RequestStart | list[SequenceOutput]
+
+
+class CoreDied(Exception):
+    """The connection to the core process is lost, and with it every running request."""
+
+
+class RequestStream:
+    """The events of one accepted request: RequestStart once, then lists of SequenceOutput, one entry an index at most.
+
+    What the reader has not taken is merged, so that the memory held is bounded by the request's own tokens. Ends after the
+    last index has finished, or after an entry with FinishReason.ABORT. Raises CoreDied.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request_id = request.request_id
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._open_indexes = set(range(request.params.n))
+        self._start: RequestStart | None = None
+        self._pending: dict[int, SequenceOutput] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: CoreDied | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the core has nothing more to say about this request."""
+        return not self._open_indexes
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> _Event:
+        while True:
+            if self._start is not None:
+                start, self._start = self._start, None
+                return start
+            if self._pending:
+                outputs = list(self._pending.values())
+                self._pending.clear()
+                return outputs
+            if self._error is not None:
+                raise self._error
+            if self.ended:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def put_start(self, start: RequestStart) -> None:
+        """Called by the client: the first step has been scheduled."""
+        if self.accepted.done():
+            self._start = start
+            self._wake()
+
+    def put(self, output: SequenceOutput) -> None:
+        """Called by the client: tokens have come. Outputs of an earlier request of the same id come before our acceptance."""
+        if not self.accepted.done():
+            return
+        if output.finish is FinishReason.ABORT:
+            self._open_indexes.clear()
+        elif output.index not in self._open_indexes:
+            return
+        earlier = self._pending.get(output.index)
+        if earlier is None:
+            self._pending[output.index] = output
+        else:
+            earlier.token_ids += output.token_ids
+            earlier.finish = output.finish
+        if output.finish is not None:
+            self._open_indexes.discard(output.index)
+        self._wake()
+
+    def end_index(self, index: int) -> None:
+        """Nothing more is wanted of this index."""
+        self._open_indexes.discard(index)
+        self._pending.pop(index, None)
+        self._wake()
+
+    def fail(self, error: CoreDied) -> None:
+        """Called by the client: the core is gone."""
+        self._error = error
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
+            self.accepted.exception()  # nobody may be waiting any more
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class CoreClient:
+    """One connection to a core process. Not thread-safe: it belongs to one event loop.
+
+    Attributes:
+        info: what the core serves.
+        draining: whether the core has stopped taking requests.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, info: CoreInfo) -> None:
+        self.info = info
+        self.draining = False
+        self._reader = reader
+        self._writer = writer
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._streams: dict[str, RequestStream] = {}
+        self._calls: dict[int, asyncio.Future[StatsReply | CountReply | AbortReply]] = {}
+        self._call_ids = itertools.count(1)
+        self._closed = asyncio.Event()
+        self._state_changed = asyncio.Event()
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def connect(cls, socket: Path) -> Self:
+        """Raises OSError where nobody listens, CoreDied when the core goes before it has said what it serves."""
+        reader, writer = await asyncio.open_unix_connection(str(socket), limit=1 << 20)
+        try:
+            first = await _read_message(reader)
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise CoreDied("the engine core closed the connection") from error
+        if not isinstance(first, CoreInfo):
+            raise CoreDied(f"the engine core began with {type(first).__name__}")
+        return cls(reader, writer, first)
+
+    # ----------------------------------------------------------------------------------------------------------- requests
+
+    async def submit(self, request: Request) -> RequestStream:
+        """Returns when the core has queued the request. Raises RequestRejected, CoreDied."""
+        if request.request_id in self._streams:
+            raise RequestRejected(
+                RejectReason.DUPLICATE_ID, f"a request with id {request.request_id!r} is live", "request_id"
+            )
+        stream = RequestStream(request)
+        self._send(Submit(request))
+        self._streams[request.request_id] = stream
+        try:
+            await stream.accepted
+        except asyncio.CancelledError:
+            self.abort_soon(request.request_id)
+            raise
+        return stream
+
+    def end_sequence(self, request_id: str, index: int) -> None:
+        """This index is complete (a stop string was found): the core stops computing it, nothing more comes of it."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        stream.end_index(index)
+        if stream.ended:
+            del self._streams[request_id]
+        if not self._closed.is_set():
+            self._send(EndSequences([(request_id, index)]))
+
+    def abort_soon(self, request_id: str) -> None:
+        """Ends our own request, without an answer. Does nothing when it has ended already."""
+        if self._streams.pop(request_id, None) is not None and not self._closed.is_set():
+            self._send(Abort([request_id]))
+
+    async def abort(self, request_ids: list[str]) -> list[str]:
+        """Ends live requests, whoever's they are; their streams end with FinishReason.ABORT.
+
+        Returns the ids that were live.
+        """
+        call_id = next(self._call_ids)
+        return (await self._ask(Abort(request_ids, call_id), call_id, AbortReply)).request_ids
+
+    # -------------------------------------------------------------------------------------------------------------- calls
+
+    async def stats(self) -> CoreStats:
+        """Gauges of this moment and counters since the core started."""
+        return (await self._call("stats", StatsReply)).stats
+
+    async def flush_cache(self) -> int:
+        """Drops the cached pages that nobody uses. Returns how many."""
+        return (await self._call("flush_cache", CountReply)).count
+
+    async def drain(self) -> int:
+        """The core takes no new requests from now on. Returns how many are live."""
+        return (await self._call("drain", CountReply)).count
+
+    async def state_changed(self) -> None:
+        """Returns when `draining` has become true or the connection is lost."""
+        await self._state_changed.wait()
+
+    async def closed(self) -> None:
+        """Returns when the connection is lost."""
+        await self._closed.wait()
+
+    async def close(self) -> None:
+        """Ends the connection; the core aborts what we had running."""
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        self._writer.close()
+
+    async def _call(self, method: str, kind: type[_Reply]) -> _Reply:
+        call_id = next(self._call_ids)
+        return await self._ask(Call(call_id, method), call_id, kind)
+
+    async def _ask(self, message: ToCore, call_id: int, kind: type[_Reply]) -> _Reply:
+        answer: asyncio.Future[StatsReply | CountReply | AbortReply] = asyncio.get_running_loop().create_future()
+        self._send(message)
+        self._calls[call_id] = answer
+        try:
+            reply = await answer
+        finally:
+            del self._calls[call_id]
+        if not isinstance(reply, kind):
+            raise CoreDied(f"the engine core answered with {type(reply).__name__}")
+        return reply
+
+    # --------------------------------------------------------------------------------------------------------- connection
+
+    def _send(self, message: ToCore) -> None:
+        if self._closed.is_set():
+            raise CoreDied("the engine core is gone")
+        # Never awaited: the core reads at every step boundary, and what we send is small.
+        self._writer.write(to_frame(self._encode(message)))
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                self._dispatch(await _read_message(self._reader))
+        except (asyncio.IncompleteReadError, OSError):
+            pass  # told to everybody below
+        finally:
+            self._fail_all(CoreDied("the engine core is gone"))
+
+    def _dispatch(self, message: FromCore) -> None:
+        match message:
+            case Outputs():
+                self._dispatch_outputs(message)
+            case StatsReply() | CountReply() | AbortReply():
+                answer = self._calls.get(message.call_id)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
+            case CoreState():
+                self.draining = message.draining
+                self._state_changed.set()
+            case CoreInfo():
+                self.info = message
+
+    def _dispatch_outputs(self, outputs: Outputs) -> None:
+        streams = self._streams
+        # An old request's last outputs travel before the acceptance of a new one with the same id, in frames of their own.
+        for accepted in outputs.accepted:
+            stream = streams.get(accepted.request_id)
+            if stream is not None and not stream.accepted.done():
+                stream.accepted.set_result(None)
+        for rejected in outputs.rejected:
+            stream = streams.pop(rejected.request_id, None)
+            if stream is not None and not stream.accepted.done():
+                stream.accepted.set_exception(RequestRejected(rejected.reason, rejected.message, rejected.field))
+        for start in outputs.started:
+            stream = streams.get(start.request_id)
+            if stream is not None:
+                stream.put_start(start)
+        for output in outputs.sequences:
+            stream = streams.get(output.request_id)
+            if stream is not None:
+                stream.put(output)
+                if stream.ended:
+                    del streams[output.request_id]
+
+    def _fail_all(self, error: CoreDied) -> None:
+        self._closed.set()
+        self._state_changed.set()
+        self._writer.close()
+        for stream in self._streams.values():
+            stream.fail(error)
+        self._streams.clear()
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+
+_decode = msgspec.msgpack.Decoder(FromCore).decode
+
+
+async def _read_message(reader: asyncio.StreamReader) -> FromCore:
+    header = await reader.readexactly(HEADER_BYTES)
+    return _decode(await reader.readexactly(frame_length(header)))

@@ -1,0 +1,104 @@
+"""The engine core: a scheduler and a runner, turned step by step. Knows no sockets; `core_server` and `llm` drive it.
+
+Schedule, launch and collect are separate, so that a step can be launched before the one before it has been collected:
+`overlap` is how many launched steps may wait uncollected while the next is scheduled (0 on the CPU, where a launch computes).
+"""
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.messages import CoreStats
+from engine.scheduler import Scheduler, SequenceUpdate
+from engine.static_scheduler import StaticScheduler
+from engine.step import Step, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """What executes steps (`engine.runner.ModelRunner`, or a fake in tests)."""
+
+    def launch(self, step: Step) -> Any:
+        """Begins the step and returns at once where the device works by itself."""
+
+    def collect(self, launched: Any) -> StepResult:
+        """Waits for the step that `launch` began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one turn of the core brought."""
+
+    started: list[tuple[str, int]]  # (request id, cached tokens)
+    updates: list[SequenceUpdate]
+
+
+class EngineCore:
+    """Turns the scheduler's steps into tokens."""
+
+    def __init__(self, scheduler: Scheduler | StaticScheduler, runner: Runner, *, overlap: int = 0) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._overlap = overlap
+        self._in_flight: deque[tuple[Step, Any]] = deque()
+        self._born = time.monotonic()
+        self._stats = CoreStats()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn would do something."""
+        return bool(self._in_flight) or self.scheduler.has_work
+
+    def turn(self) -> Turn:
+        """Schedules and launches one step, and collects the oldest launched one when its time has come.
+
+        A step that raises ends its own sequences with ERROR; the core goes on.
+        """
+        began = time.perf_counter()
+        step = self.scheduler.schedule()
+        started = self.scheduler.started()
+        scheduled = time.perf_counter()
+        updates: list[SequenceUpdate] = []
+        if step is not None:
+            self._count(step)
+            try:
+                self._in_flight.append((step, self._runner.launch(step)))
+            except RuntimeError as error:
+                updates += self._fail(step, error)
+        if self._in_flight and (step is None or len(self._in_flight) > self._overlap):
+            updates += self._collect(scheduled)
+        self._stats.schedule_seconds += scheduled - began
+        return Turn(started, updates)
+
+    def _collect(self, scheduled: float) -> list[SequenceUpdate]:
+        step, launched = self._in_flight.popleft()
+        try:
+            result = self._runner.collect(launched)
+        except RuntimeError as error:
+            return self._fail(step, error)
+        computed = time.perf_counter()
+        updates = self.scheduler.update(step, result)
+        self._stats.execute_seconds += computed - scheduled
+        self._stats.process_seconds += time.perf_counter() - computed
+        return updates
+
+    def _fail(self, step: Step, error: RuntimeError) -> list[SequenceUpdate]:
+        logger.error("step %d failed, its %d sequences end with an error", step.step_id, len(step.works), exc_info=error)
+        return self.scheduler.fail(step, str(error))
+
+    def _count(self, step: Step) -> None:
+        stats = self._stats
+        stats.steps += 1
+        stats.last_step_rows = len(step.works)
+        stats.max_step_rows = max(stats.max_step_rows, len(step.works))
+        stats.last_step_tokens = step.num_tokens
+
+    def stats(self) -> CoreStats:
+        """Gauges of this moment and counters since the start."""
+        stats = self._stats
+        stats.uptime_seconds = time.monotonic() - self._born
+        self.scheduler.fill_stats(stats)
+        return stats

@@ -1,0 +1,54 @@
+"""The core process: `python -m engine.core_main SOCKET`, started by `engine.process`.
+
+Standard input brings the settings as one line of JSON and then stays open: its end means that the parent has gone. Standard
+output carries one line of JSON when the socket listens, or why it never will.
+"""
+
+import gc
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from engine.build import build_core
+from engine.core_server import CoreServer
+from engine.model.errors import ModelError
+from engine.process import config_from_json
+
+_LOG_FORMAT = "%(asctime)s %(levelname)s core %(name)s: %(message)s"
+
+
+def main() -> int:
+    """Serves until SIGTERM or the parent's end. Returns the exit status."""
+    # Ctrl-C goes to the whole process group; the parent decides when the core ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The reply must be alone on its pipe: whatever a library prints goes to standard error.
+    reply = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=sys.stderr)
+    settings = json.loads(sys.stdin.buffer.readline())
+    try:
+        core, info = build_core(config_from_json(settings["config"]), progress=settings["progress"])
+    except (ModelError, ValueError) as error:
+        _answer(reply, error=str(error))
+        return 1
+    server = CoreServer(core, info, Path(sys.argv[1]), lifeline=sys.stdin.buffer)
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: server.stop())
+    # What exists now lives as long as the process: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    _answer(reply, error=None)
+    server.run()
+    return 0
+
+
+def _answer(reply: TextIO, *, error: str | None) -> None:
+    reply.write(json.dumps({"error": error}) + "\n")
+    reply.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,313 @@
+"""The core's loop behind a Unix socket: messages in at step boundaries, one batched message a turn and client out.
+
+One thread does everything: between two steps it reads what has arrived, and it blocks only when there is nothing to compute.
+A client that goes away has its requests aborted; the kernel tells at once, however it died.
+"""
+
+import logging
+import selectors
+import socket
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from engine.core import EngineCore, Turn
+from engine.frames import FrameError, take_frames, to_frame
+from engine.messages import (
+    Abort,
+    AbortReply,
+    Call,
+    CoreInfo,
+    CoreState,
+    CountReply,
+    EndSequences,
+    FromCore,
+    Outputs,
+    RequestAccepted,
+    RequestRejection,
+    RequestStart,
+    SequenceOutput,
+    StatsReply,
+    Submit,
+    ToCore,
+)
+from engine.request import FinishReason, RejectReason, RequestRejected
+
+logger = logging.getLogger(__name__)
+
+_READ_BYTES = 1 << 20
+# A client that lets this much pile up has stopped reading.
+_MAX_UNSENT_BYTES = 64 << 20
+_LOG_EVERY_SECONDS = 10.0
+
+
+class _Connection:
+    """One client: its socket, its half-read frames, and what waits to be sent."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.inbox = bytearray()
+        self.outbox = bytearray()
+        self.request_ids: set[str] = set()
+        self.outputs = Outputs([], [], [], [])
+
+    def take_outputs(self) -> Outputs | None:
+        """What has gathered for this client since the last call."""
+        out = self.outputs
+        if not (out.accepted or out.rejected or out.started or out.sequences):
+            return None
+        self.outputs = Outputs([], [], [], [])
+        return out
+
+
+class CoreServer:
+    """Serves an EngineCore to any number of clients.
+
+    Args:
+        core: the engine core, used by this object alone.
+        info: what clients are told first.
+        path: where the Unix socket is made (0600).
+        lifeline: a pipe whose end of file means that the parent has gone, and so must we.
+    """
+
+    def __init__(self, core: EngineCore, info: CoreInfo, path: Path, lifeline: BinaryIO | None = None) -> None:
+        self._core = core
+        self._info = info
+        self._draining = False
+        self._stopping = False
+        self._owners: dict[str, _Connection] = {}
+        self._connections: dict[socket.socket, _Connection] = {}
+        self._selector = selectors.DefaultSelector()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(ToCore).decode
+        self._rejected = 0
+        self._aborted = 0
+        self._log = _ThroughputLog(core)
+
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        path.chmod(0o600)
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_out.setblocking(False)
+        self._selector.register(self._wake_out, selectors.EVENT_READ, lambda: self._wake_out.recv(64))
+        self._lifeline = lifeline
+        if lifeline is not None:
+            self._selector.register(lifeline, selectors.EVENT_READ, self.stop)
+
+    def stop(self) -> None:
+        """Ends `run` at the next step boundary. Safe in a signal handler."""
+        self._stopping = True
+        self._wake_in.send(b"\0")
+
+    def run(self) -> None:
+        """Serves until `stop` is called or the lifeline ends."""
+        try:
+            while not self._stopping:
+                self._poll(block=not self._core.has_work)
+                self._flush()
+                if self._core.has_work:
+                    self._route(self._core.turn())
+                    self._flush()
+                self._log.tick()
+        finally:
+            for connection in list(self._connections.values()):
+                self._drop(connection, "the core stops")
+            self._selector.close()
+            for sock in (self._listener, self._wake_out, self._wake_in):
+                sock.close()
+
+    # ------------------------------------------------------------------------------------------------------------ sockets
+
+    def _poll(self, *, block: bool) -> None:
+        for key, events in self._selector.select(None if block else 0):
+            if isinstance(key.data, _Connection):
+                if events & selectors.EVENT_WRITE:
+                    self._send(key.data)
+                if events & selectors.EVENT_READ:
+                    self._receive(key.data)
+            else:
+                key.data()
+
+    def _accept(self) -> None:
+        sock, _ = self._listener.accept()
+        sock.setblocking(False)
+        connection = _Connection(sock)
+        self._connections[sock] = connection
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+        self._post(connection, self._info)
+        if self._draining:
+            self._post(connection, CoreState(draining=True))
+
+    def _receive(self, connection: _Connection) -> None:
+        try:
+            data = connection.sock.recv(_READ_BYTES)
+            if not data:
+                self._drop(connection, "it closed the connection")
+                return
+            connection.inbox += data
+            for payload in take_frames(connection.inbox):
+                self._handle(connection, self._decode(payload))
+                if connection.sock not in self._connections:
+                    return
+        except BlockingIOError:
+            return
+        except (OSError, FrameError, msgspec.DecodeError) as error:
+            self._drop(connection, str(error))
+
+    def _post(self, connection: _Connection, message: FromCore) -> None:
+        connection.outbox += to_frame(self._encode(message))
+        self._send(connection)
+
+    def _send(self, connection: _Connection) -> None:
+        if connection.sock not in self._connections:
+            return
+        try:
+            while connection.outbox:
+                sent = connection.sock.send(connection.outbox)
+                del connection.outbox[:sent]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._drop(connection, str(error))
+            return
+        if len(connection.outbox) > _MAX_UNSENT_BYTES:
+            self._drop(connection, f"it left {len(connection.outbox)} bytes unread")
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.outbox else 0)
+        if self._selector.get_key(connection.sock).events != wanted:
+            self._selector.modify(connection.sock, wanted, connection)
+
+    def _drop(self, connection: _Connection, why: str) -> None:
+        if self._connections.pop(connection.sock, None) is None:
+            return
+        self._selector.unregister(connection.sock)
+        connection.sock.close()
+        if connection.request_ids:
+            logger.warning("a client is gone (%s): aborting its %d requests", why, len(connection.request_ids))
+        for request_id in list(connection.request_ids):
+            self._abort(request_id)
+
+    def _flush(self) -> None:
+        for connection in list(self._connections.values()):
+            self._flush_one(connection)
+
+    def _flush_one(self, connection: _Connection) -> None:
+        outputs = connection.take_outputs()
+        if outputs is not None:
+            self._post(connection, outputs)
+
+    # ----------------------------------------------------------------------------------------------------------- messages
+
+    def _handle(self, connection: _Connection, message: ToCore) -> None:
+        match message:
+            case Submit():
+                self._submit(connection, message)
+            case EndSequences():
+                for request_id, index in message.sequences:
+                    self._core.scheduler.end_sequence(request_id, index)
+                    self._forget_if_ended(request_id)
+            case Abort():
+                live = [request_id for request_id in message.request_ids if self._abort(request_id)]
+                if message.call_id:
+                    self._post(connection, AbortReply(message.call_id, live))
+            case Call():
+                self._call(connection, message)
+
+    def _submit(self, connection: _Connection, message: Submit) -> None:
+        request = message.request
+        # The last words about an earlier request of the same id travel in a frame before the acceptance of this one.
+        self._flush_one(connection)
+        if connection.sock not in self._connections:
+            return
+        try:
+            if self._draining:
+                raise RequestRejected(RejectReason.DRAINING, "the engine is draining and takes no new requests")
+            self._core.scheduler.add(request)
+        except RequestRejected as refusal:
+            self._rejected += 1
+            connection.outputs.rejected.append(
+                RequestRejection(request.request_id, refusal.reason, str(refusal), refusal.field)
+            )
+            return
+        self._owners[request.request_id] = connection
+        connection.request_ids.add(request.request_id)
+        connection.outputs.accepted.append(RequestAccepted(request.request_id))
+
+    def _call(self, connection: _Connection, call: Call) -> None:
+        match call.method:
+            case "stats":
+                stats = self._core.stats()
+                stats.requests_rejected, stats.requests_aborted = self._rejected, self._aborted
+                self._post(connection, StatsReply(call.call_id, stats))
+            case "flush_cache":
+                self._post(connection, CountReply(call.call_id, self._core.scheduler.flush_cache()))
+            case "drain":
+                if not self._draining:
+                    self._draining = True
+                    for other in list(self._connections.values()):
+                        self._post(other, CoreState(draining=True))
+                self._post(connection, CountReply(call.call_id, len(self._owners)))
+            case _:
+                self._drop(connection, f"it called an unknown method {call.method!r}")
+
+    def _abort(self, request_id: str) -> bool:
+        """Ends a live request; its owner is told. False where it is not live."""
+        owner = self._owners.get(request_id)
+        if owner is None or not self._core.scheduler.abort(request_id):
+            return False
+        self._aborted += 1
+        owner.outputs.sequences.append(SequenceOutput(request_id, 0, [], FinishReason.ABORT))
+        self._forget(request_id)
+        return True
+
+    def _route(self, turn: Turn) -> None:
+        for request_id, cached_tokens in turn.started:
+            self._owners[request_id].outputs.started.append(RequestStart(request_id, cached_tokens))
+        for update in turn.updates:
+            owner = self._owners[update.request_id]
+            owner.outputs.sequences.append(
+                SequenceOutput(update.request_id, update.index, list(update.tokens), update.finish)
+            )
+            if update.finish is not None:
+                self._forget_if_ended(update.request_id)
+
+    def _forget_if_ended(self, request_id: str) -> None:
+        if request_id in self._owners and not self._core.scheduler.is_live(request_id):
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._owners.pop(request_id).request_ids.discard(request_id)
+
+
+class _ThroughputLog:
+    """A line every 10 s while busy."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._due = time.monotonic() + _LOG_EVERY_SECONDS
+        self._last = (time.monotonic(), 0, 0)
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + _LOG_EVERY_SECONDS
+        stats = self._core.stats()
+        then, prefilled, generated = self._last
+        self._last = (now, stats.prefill_tokens, stats.generated_tokens)
+        if stats.prefill_tokens == prefilled and stats.generated_tokens == generated:
+            return
+        logger.info(
+            "running %d, waiting %d, prefill %.0f tokens/s, decode %.0f tokens/s, KV in use %.1f%%, prefix hits %.1f%%",
+            stats.running_sequences,
+            stats.waiting_sequences,
+            (stats.prefill_tokens - prefilled) / (now - then),
+            (stats.generated_tokens - generated) / (now - then),
+            100 * stats.used_pages / max(1, stats.total_pages),
+            100 * stats.prefix_hit_tokens / max(1, stats.prefix_query_tokens),
+        )

@@ -1,0 +1,119 @@
+"""`LLM`: the engine in this process, for offline work. Token ids in, token ids out."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from engine.build import build_core
+from engine.config import EngineConfig
+from engine.core import Turn
+from engine.hub import resolve_model
+from engine.request import FinishReason, Request, SamplingParams
+
+
+@dataclass(slots=True)
+class Completion:
+    """One continuation of a prompt."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class Generation:
+    """A prompt and its n continuations."""
+
+    prompt: tuple[int, ...]
+    completions: list[Completion]
+    cached_tokens: int = 0
+
+
+class LLM:
+    """An engine core in this process.
+
+    Args:
+        model: a folder in Hugging Face layout, a GGUF file or a hub id; None is the default model.
+        progress: show progress bars on standard error.
+        settings: further fields of EngineConfig.
+
+    Raises:
+        ModelError: the model cannot be served as asked.
+        ValueError: a setting is out of range.
+    """
+
+    def __init__(self, model: str | Path | None = None, *, progress: bool = True, **settings: Any) -> None:
+        path = resolve_model(None if model is None else str(model), progress=progress)
+        self._progress = progress
+        self.core, self.info = build_core(EngineConfig(model=path, **settings), progress=progress)
+        self._count = 0
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Generation]:
+        """Generates for all prompts together, as many in a step as fit.
+
+        Args:
+            prompts: token ids of each prompt.
+            params: for all prompts, or one for each.
+
+        Returns:
+            one Generation for each prompt, in order.
+
+        Raises:
+            RequestRejected: a prompt cannot be taken; then none is computed.
+            ValueError: there are not as many params as prompts.
+        """
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} params for {len(prompts)} prompts")
+        requests = [self._request(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+        results = {
+            request.request_id: Generation(request.prompt, [Completion(i) for i in range(request.params.n)])
+            for request in requests
+        }
+        tokens = 0
+        with tqdm(total=sum(one.n for one in each), desc="generating", unit="seq", disable=not self._progress) as bar:
+            for turn in self._turns(requests):
+                for request_id, cached_tokens in turn.started:
+                    results[request_id].cached_tokens = cached_tokens
+                for update in turn.updates:
+                    completion = results[update.request_id].completions[update.index]
+                    completion.token_ids += update.tokens
+                    completion.finish = update.finish
+                    tokens += len(update.tokens)
+                    if update.finish is not None:
+                        bar.update()
+                        bar.set_postfix(tokens_per_s=round(tokens / max(bar.format_dict["elapsed"], 1e-9)))
+        return list(results.values())
+
+    def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Completion]:
+        """Generates for one prompt; yields the new tokens of an index as they come, `finish` set on its last piece.
+
+        Raises: RequestRejected.
+        """
+        for turn in self._turns([self._request(prompt, params)]):
+            for update in turn.updates:
+                yield Completion(update.index, list(update.tokens), update.finish)
+
+    def _request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+        self._count += 1
+        return Request(f"llm-{self._count}", tuple(prompt), params)
+
+    def _turns(self, requests: Sequence[Request]) -> Iterator[Turn]:
+        """Adds the requests and turns the core until they have ended; whatever ends it early aborts them."""
+        if self.core.has_work:
+            raise RuntimeError("this LLM is busy: one generate or stream at a time")
+        try:
+            for request in requests:
+                self.core.scheduler.add(request)
+            while self.core.has_work:
+                yield self.core.turn()
+        finally:
+            for request in requests:
+                self.core.scheduler.abort(request.request_id)
+            while self.core.has_work:
+                self.core.turn()
