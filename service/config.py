@@ -1,0 +1,114 @@
+"""The service's settings, checked where they enter. Knows nothing of the engine's own (engine/config.py)."""
+
+import ipaddress
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# The admin socket is made in a folder of the user's own, named after the main address.
+AUTO = "auto"
+MAX_MESSAGE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    """Settings of one service process.
+
+    Args:
+        model: a folder in Hugging Face layout or a GGUF file: tokenizer, template and generation defaults are read there.
+        served_model_names: what `model` may be called in requests; the first is the principal one.
+        address: HOST:PORT (port 0: any free one) or unix:/PATH, for InferenceService, health and reflection.
+        admin_address: the same for AdminService. AUTO is a Unix socket that only its owner may open (0600); a TCP
+            address needs an API key. None: this process serves none (another worker does).
+        api_keys: who may call. Without any, only loopback and Unix addresses may be bound.
+        max_priority: highest `priority` that a caller may ask for. None: no limit without keys, 0 with keys.
+        chat_template: a jinja file instead of the model's own template.
+        tokenizer: a folder or file instead of the model's own tokenizer.
+        request_timeout: seconds after which a Generate ends DEADLINE_EXCEEDED, whatever deadline its caller set.
+        max_message_bytes: the one limit on a message, both ways.
+        metrics_port: serves Prometheus metrics over HTTP on this port of `address`'s host (0: any free port; None: none).
+        grace_seconds: how long running requests may go on when the server drains.
+        min_ping_seconds: keepalive pings of clients are tolerated down to this interval, also without calls.
+        reuse_port: several service processes share one port (SO_REUSEPORT).
+        tokenizer_threads: threads that render and tokenize beside the event loop.
+    """
+
+    model: Path
+    served_model_names: tuple[str, ...]
+    address: str = "127.0.0.1:50051"
+    admin_address: str | None = AUTO
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    max_priority: int | None = None
+    chat_template: Path | None = None
+    tokenizer: Path | None = None
+    request_timeout: float | None = None
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    metrics_port: int | None = None
+    grace_seconds: float = 30.0
+    min_ping_seconds: float = 5.0
+    reuse_port: bool = False
+    tokenizer_threads: int = 2
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError naming the setting that is wrong."""
+        if not self.served_model_names or not all(self.served_model_names):
+            raise ValueError("served_model_names: at least one, none of them empty")
+        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
+            raise ValueError("api_keys: a key is printable ASCII without blanks")
+        self._check_address("address", self.address, open_without_key=True)
+        if self.admin_address not in (None, AUTO):
+            self._check_address("admin_address", self.admin_address, open_without_key=False)
+        for name in ("request_timeout", "min_ping_seconds"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be above 0 seconds, not {value}")
+        if not (math.isfinite(self.grace_seconds) and self.grace_seconds >= 0):
+            raise ValueError(f"grace_seconds must be at least 0, not {self.grace_seconds}")
+        if not 4096 <= self.max_message_bytes < 1 << 31:
+            raise ValueError(f"max_message_bytes must be in [4096, 2^31), not {self.max_message_bytes}")
+        if self.metrics_port is not None and not 0 <= self.metrics_port < 1 << 16:
+            raise ValueError(f"metrics_port must be in [0, 65535], not {self.metrics_port}")
+        if self.tokenizer_threads < 1:
+            raise ValueError(f"tokenizer_threads must be at least 1, not {self.tokenizer_threads}")
+
+    def _check_address(self, name: str, address: str, *, open_without_key: bool) -> None:
+        if is_unix(address) or self.api_keys:
+            return
+        host, _ = split_address(address, name)
+        if not open_without_key:
+            raise ValueError(f"{name}: a TCP address ({address}) needs an API key")
+        if not is_loopback(host):
+            raise ValueError(f"{name}: without an API key only a loopback or unix: address may be bound, not {address}")
+
+
+def is_unix(address: str) -> bool:
+    """Whether the address names a Unix socket."""
+    return address.startswith("unix:")
+
+
+def unix_path(address: str) -> Path:
+    """The socket's path in unix:/PATH or unix:///PATH."""
+    path = address.removeprefix("unix:")
+    return Path(path.removeprefix("//") if path.startswith("///") else path)
+
+
+def split_address(address: str, name: str = "address") -> tuple[str, int]:
+    """HOST:PORT or [IPV6]:PORT, apart. Raises ValueError naming the setting `name`."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{name} must be HOST:PORT or unix:/PATH, not {address!r}")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"{name}: an IPv6 host is written in brackets, [HOST]:PORT, not {address!r}")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the host is this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

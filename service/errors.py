@@ -1,0 +1,124 @@
+"""Errors as gRPC statuses with google.rpc details. Knows nothing of what went wrong inside.
+
+`ApiError` is the one way to refuse a call or to end it: whatever else escapes a handler becomes INTERNAL (service/guard.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+
+DOMAIN = "fulcrum"
+DETAILS_KEY = "grpc-status-details-bin"  # where google.rpc.Status travels, by convention of every gRPC library
+# Trailers are held to 8 KiB by default, on both sides.
+_MAX_TEXT = 1000
+_MAX_VIOLATIONS = 8
+_MAX_VIOLATION_TEXT = 200
+
+
+class Violation(NamedTuple):
+    """One bad field, by its path in the request's proto, such as `sampling.temperature`."""
+
+    field: str
+    description: str
+
+
+class ApiError(Exception):
+    """A call is refused, or ends, with this status.
+
+    Args:
+        code: the gRPC status code.
+        reason: machine-readable, such as CONTEXT_LENGTH_EXCEEDED (google.rpc.ErrorInfo.reason).
+        message: for a person to read; cut to 1,000 characters.
+        field: the request's field that is to blame, as a proto path.
+        violations: several bad fields (instead of `field`).
+        retry_after: seconds after which a retry may help.
+        metadata: numbers and names for a program to read.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        reason: str,
+        message: str,
+        *,
+        field: str = "",
+        violations: Sequence[Violation] = (),
+        retry_after: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.message = _clean(message, _MAX_TEXT)
+        self.violations = tuple(violations) or ((Violation(field, message),) if field else ())
+        self.retry_after = retry_after
+        self.metadata = dict(metadata or {})
+
+    def status(self) -> Status:
+        """The google.rpc.Status that travels in the trailers."""
+        details: list[Message] = [ErrorInfo(reason=self.reason, domain=DOMAIN, metadata=self.metadata)]
+        if self.violations:
+            details.append(
+                BadRequest(
+                    field_violations=[
+                        BadRequest.FieldViolation(
+                            field=_clean(field, _MAX_VIOLATION_TEXT), description=_clean(text, _MAX_VIOLATION_TEXT)
+                        )
+                        for field, text in self.violations[:_MAX_VIOLATIONS]
+                    ]
+                )
+            )
+        if self.retry_after is not None:
+            delay = Duration()
+            delay.FromNanoseconds(int(self.retry_after * 1e9))
+            details.append(RetryInfo(retry_delay=delay))
+        code: int = self.code.value[0]
+        return Status(code=code, message=self.message, details=[_packed(detail) for detail in details])
+
+    def trailers(self) -> tuple[tuple[str, bytes], ...]:
+        """Trailing metadata that carries `status()`."""
+        return ((DETAILS_KEY, self.status().SerializeToString()),)
+
+
+def invalid(violations: Sequence[Violation]) -> ApiError:
+    """INVALID_ARGUMENT naming every bad field."""
+    first = violations[0]
+    more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
+    text = f"{first.field}: {first.description}{more}"
+    return ApiError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_PARAMETER", text, violations=violations)
+
+
+def not_served(field: str, what: str) -> ApiError:
+    """UNIMPLEMENTED: a part of the contract that this version does not serve."""
+    return ApiError(
+        grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED", f"{what} not served by this version yet", field=field
+    )
+
+
+def draining() -> ApiError:
+    """UNAVAILABLE: the server goes down and takes nothing new."""
+    return ApiError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "the server is draining", retry_after=1.0)
+
+
+def engine_dead() -> ApiError:
+    """UNAVAILABLE: the core process is gone, and with it every running request."""
+    return ApiError(grpc.StatusCode.UNAVAILABLE, "ENGINE_DEAD", "the engine is gone", retry_after=5.0)
+
+
+def _packed(detail: Message) -> AnyMessage:
+    box = AnyMessage()
+    box.Pack(detail)
+    return box
+
+
+def _clean(text: str, limit: int) -> str:
+    """Proto strings hold no lone surrogates, which a JSON escape or a template may have made."""
+    if len(text) > limit:
+        text = text[: limit - 1] + "…"
+    return text.encode("utf-8", "replace").decode()
