@@ -1,0 +1,285 @@
+"""The client, against a real grpc.aio server whose answers the test writes down."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from fulcrum.client import FulcrumClient, FulcrumError
+from fulcrum.v1 import inference_pb2 as pb
+from fulcrum.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+
+ANSWER = [
+    pb.GenerateResponse(accepted=pb.Accepted(request_id="r1", model="m")),
+    pb.GenerateResponse(started=pb.Started(prompt_tokens=3, cached_tokens=1)),
+    pb.GenerateResponse(delta=pb.Delta(index=0, text="Hel", token_ids=[1])),
+    pb.GenerateResponse(delta=pb.Delta(index=1, text="Bye", token_ids=[7])),
+    pb.GenerateResponse(delta=pb.Delta(index=0, text="lo", reasoning="hm", token_ids=[2, 3])),
+    pb.GenerateResponse(finished=pb.Finished(index=1, reason=pb.FINISH_REASON_LENGTH, completion_tokens=1)),
+    pb.GenerateResponse(
+        finished=pb.Finished(index=0, reason=pb.FINISH_REASON_STOP, eos_token_id=3, completion_tokens=3)
+    ),
+    pb.GenerateResponse(usage=pb.Usage(prompt_tokens=3, completion_tokens=4, cached_tokens=1)),
+]
+
+Handler = Callable[[pb.GenerateRequest, grpc.aio.ServicerContext], AsyncIterator[pb.GenerateResponse]]
+
+
+class Servicer(InferenceServiceServicer):
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        async for response in self._handler(request, context):
+            yield response
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse(token_ids=request.text.encode(), max_model_len=8)
+
+    async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
+        if request.model not in ("", "m"):
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"model {request.model} is not served")
+        return pb.GetModelResponse(served_names=["m"])
+
+
+@asynccontextmanager
+async def serving(handler: Handler, **client_options: str) -> AsyncIterator[FulcrumClient]:
+    server = grpc.aio.server()
+    add_InferenceServiceServicer_to_server(Servicer(handler), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with FulcrumClient(f"127.0.0.1:{port}", **client_options) as client:
+            yield client
+    finally:
+        await server.stop(0)
+
+
+async def answers(request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.GenerateResponse]:
+    for response in ANSWER:
+        yield response
+
+
+async def within(seconds: float, awaitable: Awaitable[object]) -> None:
+    await asyncio.wait_for(awaitable, seconds)
+
+
+async def test_generate_yields_typed_events_in_order() -> None:
+    async with serving(answers) as client:
+        events = [event async for event in client.generate(pb.GenerateRequest(text="x", n=2))]
+    assert events == [getattr(response, response.WhichOneof("event")) for response in ANSWER]
+
+
+async def test_complete_joins_each_index() -> None:
+    async with serving(answers) as client:
+        done = await client.complete(pb.GenerateRequest(text="x", n=2))
+    assert (done.request_id, done.model) == ("r1", "m")
+    assert [choice.text for choice in done.choices] == ["Hello", "Bye"]
+    assert done.choices[0].reasoning == "hm"
+    assert [choice.token_ids for choice in done.choices] == [[1, 2, 3], [7]]
+    assert done.choices[0].finished.eos_token_id == 3
+    assert done.choices[1].finished.reason == pb.FINISH_REASON_LENGTH
+    assert done.usage.completion_tokens == 4
+
+
+async def test_complete_joins_tool_calls() -> None:
+    async def handler(
+        request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        for piece in (
+            pb.ToolCallDelta(index=0, id="a", name="f"),
+            pb.ToolCallDelta(index=0, arguments='{"x": '),
+            pb.ToolCallDelta(index=1, id="b", name="g", arguments="{}"),
+            pb.ToolCallDelta(index=0, arguments="1}"),
+        ):
+            yield pb.GenerateResponse(delta=pb.Delta(tool_calls=[piece]))
+
+    async with serving(handler) as client:
+        done = await client.complete(pb.GenerateRequest(text="x"))
+    assert done.choices[0].tool_calls == [
+        pb.ToolCall(id="a", name="f", arguments_json='{"x": 1}'),
+        pb.ToolCall(id="b", name="g", arguments_json="{}"),
+    ]
+
+
+async def test_closing_the_iterator_cancels_the_call() -> None:
+    cancelled = asyncio.Event()
+
+    async def handler(
+        request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        try:
+            yield ANSWER[0]
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async with serving(handler) as client:
+        async with aclosing(client.generate(pb.GenerateRequest(text="x"))) as events:
+            assert isinstance(await anext(events), pb.Accepted)
+        await within(5, cancelled.wait())
+
+
+async def test_cancelling_complete_cancels_the_call() -> None:
+    began, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def handler(
+        request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        began.set()
+        try:
+            yield ANSWER[0]
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async with serving(handler) as client:
+        task = asyncio.create_task(client.complete(pb.GenerateRequest(text="x")))
+        await within(5, began.wait())
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await within(5, cancelled.wait())
+
+
+async def test_deadline_travels_and_ends_the_call() -> None:
+    seen: list[float | None] = []
+
+    async def handler(
+        request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        seen.append(context.time_remaining())
+        yield ANSWER[0]
+        await asyncio.Event().wait()
+
+    async with serving(handler) as client:
+        with pytest.raises(FulcrumError) as caught:
+            await client.complete(pb.GenerateRequest(text="x"), deadline=0.3)
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert seen[0] is not None
+    assert 0 < seen[0] <= 0.3
+
+
+async def test_retries_before_the_first_message_only() -> None:
+    calls = 0
+
+    async def refuses_twice(
+        request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        nonlocal calls
+        calls += 1
+        if calls < 3:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "starting")
+        for response in ANSWER:
+            yield response
+
+    async with serving(refuses_twice) as client:
+        done = await client.complete(pb.GenerateRequest(text="x", n=2))
+    assert done.choices[0].text == "Hello"
+    assert calls == 3
+
+    calls = 0
+
+    async def breaks_later(
+        request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        nonlocal calls
+        calls += 1
+        yield ANSWER[0]
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "core died")
+
+    async with serving(breaks_later) as client:
+        with pytest.raises(FulcrumError) as caught:
+            await client.complete(pb.GenerateRequest(text="x"))
+    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+    assert calls == 1
+
+
+async def test_a_refusal_is_not_tried_again() -> None:
+    calls = 0
+
+    async def handler(
+        request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        nonlocal calls
+        calls += 1
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no")
+        yield ANSWER[0]
+
+    async with serving(handler) as client:
+        with pytest.raises(FulcrumError, match="INVALID_ARGUMENT: no"):
+            await client.complete(pb.GenerateRequest(text="x"))
+    assert calls == 1
+
+
+async def test_error_details_are_read() -> None:
+    details = []
+    for message in (
+        error_details_pb2.ErrorInfo(reason="CONTEXT_LENGTH_EXCEEDED", domain="fulcrum"),
+        error_details_pb2.BadRequest(
+            field_violations=[
+                error_details_pb2.BadRequest.FieldViolation(field="stopping.max_tokens", description="big")
+            ]
+        ),
+        error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=1, nanos=500_000_000)),
+    ):
+        packed = any_pb2.Any()
+        packed.Pack(message)
+        details.append(packed)
+    status = rpc_status.to_status(
+        status_pb2.Status(code=code_pb2.INVALID_ARGUMENT, message="too long", details=details)
+    )
+
+    async def handler(
+        request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        await context.abort(status.code, status.details, status.trailing_metadata)
+        yield ANSWER[0]
+
+    async with serving(handler) as client:
+        with pytest.raises(FulcrumError) as caught:
+            await client.complete(pb.GenerateRequest(text="x"))
+    error = caught.value
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.message == "too long"
+    assert error.reason == "CONTEXT_LENGTH_EXCEEDED"
+    assert error.violations == (("stopping.max_tokens", "big"),)
+    assert error.retry_after == 1.5
+
+
+async def test_the_key_travels_as_a_bearer() -> None:
+    seen: list[str | None] = []
+
+    async def handler(
+        request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        seen.append(dict(context.invocation_metadata()).get("authorization"))
+        yield ANSWER[0]
+
+    async with serving(handler, api_key="sk-1") as client:
+        await client.complete(pb.GenerateRequest(text="x"))
+    async with serving(handler) as client:
+        await client.complete(pb.GenerateRequest(text="x"))
+    assert seen == ["Bearer sk-1", None]
+
+
+async def test_unary_calls() -> None:
+    async with serving(answers) as client:
+        tokens = await client.tokenize(pb.TokenizeRequest(text="ab"))
+        assert list(tokens.token_ids) == [97, 98]
+        assert (await client.get_model()).served_names == ["m"]
+        with pytest.raises(FulcrumError, match="NOT_FOUND"):
+            await client.get_model("other")
+        with pytest.raises(FulcrumError) as caught:
+            await client.detokenize(pb.DetokenizeRequest(token_ids=[1]))
+    assert caught.value.code is grpc.StatusCode.UNIMPLEMENTED
