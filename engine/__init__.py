@@ -1,4 +1,4 @@
-"""Tokens in, tokens out: scheduler, KV pool, radix tree, model, sampler and the core process. Knows no text and no network.
+"""Tokens in, tokens out: scheduler, KV pool, radix tree, model, sampler, core process. Knows no text and no network.
 
 `import engine` loads no torch; touching `LLM` does.
 """

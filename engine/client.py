@@ -38,8 +38,8 @@ class CoreDied(Exception):
 class RequestStream:
     """The events of one accepted request: RequestStart once, then lists of SequenceOutput, one entry an index at most.
 
-    What the reader has not taken is merged, so that the memory held is bounded by the request's own tokens. Ends after the
-    last index has finished, or after an entry with FinishReason.ABORT. Raises CoreDied.
+    What the reader has not taken is merged, so that the memory held is bounded by the request's own tokens. Ends after
+    the last index has finished, or after an entry with FinishReason.ABORT. Raises CoreDied.
     """
 
     def __init__(self, request: Request) -> None:
@@ -85,9 +85,9 @@ class RequestStream:
             self._wake()
 
     def put(self, output: SequenceOutput) -> None:
-        """Called by the client: tokens have come. Outputs of an earlier request of the same id come before our acceptance."""
+        """Called by the client: tokens have come."""
         if not self.accepted.done():
-            return
+            return  # of an earlier request with the same id
         if output.finish is FinishReason.ABORT:
             self._open_indexes.clear()
         elif output.index not in self._open_indexes:
@@ -154,7 +154,7 @@ class CoreClient:
             raise CoreDied(f"the engine core began with {type(first).__name__}")
         return cls(reader, writer, first)
 
-    # ----------------------------------------------------------------------------------------------------------- requests
+    # --- requests
 
     async def submit(self, request: Request) -> RequestStream:
         """Returns when the core has queued the request. Raises RequestRejected, CoreDied."""
@@ -196,7 +196,7 @@ class CoreClient:
         call_id = next(self._call_ids)
         return (await self._ask(Abort(request_ids, call_id), call_id, AbortReply)).request_ids
 
-    # -------------------------------------------------------------------------------------------------------------- calls
+    # --- calls
 
     async def stats(self) -> CoreStats:
         """Gauges of this moment and counters since the core started."""
@@ -240,7 +240,7 @@ class CoreClient:
             raise CoreDied(f"the engine core answered with {type(reply).__name__}")
         return reply
 
-    # --------------------------------------------------------------------------------------------------------- connection
+    # --- connection
 
     def _send(self, message: ToCore) -> None:
         if self._closed.is_set():
@@ -273,7 +273,7 @@ class CoreClient:
 
     def _dispatch_outputs(self, outputs: Outputs) -> None:
         streams = self._streams
-        # An old request's last outputs travel before the acceptance of a new one with the same id, in frames of their own.
+        # The last outputs of an old request of the same id came before its acceptance, in frames of their own.
         for accepted in outputs.accepted:
             stream = streams.get(accepted.request_id)
             if stream is not None and not stream.accepted.done():

@@ -1,7 +1,8 @@
 """The engine core: a scheduler and a runner, turned step by step. Knows no sockets; `core_server` and `llm` drive it.
 
 Schedule, launch and collect are separate, so that a step can be launched before the one before it has been collected:
-`overlap` is how many launched steps may wait uncollected while the next is scheduled (0 on the CPU, where a launch computes).
+`overlap` is how many launched steps may wait uncollected while the next is scheduled (0 on the CPU, where a launch
+computes).
 """
 
 import logging
@@ -86,7 +87,7 @@ class EngineCore:
         return updates
 
     def _fail(self, step: Step, error: RuntimeError) -> list[SequenceUpdate]:
-        logger.error("step %d failed, its %d sequences end with an error", step.step_id, len(step.works), exc_info=error)
+        logger.error("step %d failed: %d sequences end with an error", step.step_id, len(step.works), exc_info=error)
         return self.scheduler.fail(step, str(error))
 
     def _count(self, step: Step) -> None:

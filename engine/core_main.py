@@ -1,7 +1,7 @@
 """The core process: `python -m engine.core_main SOCKET`, started by `engine.process`.
 
-Standard input brings the settings as one line of JSON and then stays open: its end means that the parent has gone. Standard
-output carries one line of JSON when the socket listens, or why it never will.
+Standard input brings the settings as one line of JSON and then stays open: its end means that the parent has gone.
+Standard output carries one line of JSON when the socket listens, or why it never will.
 """
 
 import gc

@@ -1,7 +1,8 @@
 """The core's loop behind a Unix socket: messages in at step boundaries, one batched message a turn and client out.
 
-One thread does everything: between two steps it reads what has arrived, and it blocks only when there is nothing to compute.
-A client that goes away has its requests aborted; the kernel tells at once, however it died.
+One thread does everything: between two steps it reads what has arrived, and it blocks only when there is nothing to
+compute. A client that goes away has its requests aborted; the kernel tells at once, however it
+died.
 """
 
 import logging
@@ -121,7 +122,7 @@ class CoreServer:
             for sock in (self._listener, self._wake_out, self._wake_in):
                 sock.close()
 
-    # ------------------------------------------------------------------------------------------------------------ sockets
+    # --- sockets
 
     def _poll(self, *, block: bool) -> None:
         for key, events in self._selector.select(None if block else 0):
@@ -201,7 +202,7 @@ class CoreServer:
         if outputs is not None:
             self._post(connection, outputs)
 
-    # ----------------------------------------------------------------------------------------------------------- messages
+    # --- messages
 
     def _handle(self, connection: _Connection, message: ToCore) -> None:
         match message:

@@ -1,9 +1,9 @@
 """What the scheduler hands to the runner: one immutable step. Plain data: no torch.
 
-The runner keeps one *row* for every running sequence: its token ids, its page table and its sampling state live there, on
-the device. A step names only what changes, so that its cost on the host grows with the changes and not with the batch, and
-so that a step can be launched before the tokens of the step before it are known: the input of a decode row is read from the
-row, where the sampler has put it.
+The runner keeps one *row* for every running sequence: its token ids, its page table and its sampling state live there,
+on the device. A step names only what changes, so that its cost on the host grows with the changes and not with the batch,
+and so that a step can be launched before the tokens of the step before it are known: the input of a decode row is read
+from the row, where the sampler has put it.
 """
 
 from dataclasses import dataclass
@@ -66,8 +66,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass. Effects in this order: inits, page updates, works (all K and V of a layer are written before any
-    attention of that layer reads), samples, copies."""
+    """One forward pass. Effects in this order: inits, page updates, works, samples, copies.
+
+    All K and V of a layer are written before any attention of that layer reads.
+    """
 
     step_id: int
     inits: tuple[RowInit, ...]
