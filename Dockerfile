@@ -1,0 +1,40 @@
+# One image for both halves; the command chooses: `engine`, `gateway` or (the default) `serve`.
+#   docker build -t fulcrum .
+#   docker run --rm -p 127.0.0.1:8000:8000 -p 127.0.0.1:50051:50051 -e FULCRUM_API_KEY=choose-one fulcrum
+FROM python:3.12-slim
+
+# The usual torch wheel runs on CUDA and on CPUs. For a smaller image without CUDA:
+#   docker build --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .
+ARG PIP_EXTRA_INDEX_URL=
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
+
+# Triton compiles its launchers with the system's C compiler.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /app
+# Dependencies first: they change less often than the code.
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+print('\n'.join(p['dependencies'] + p['optional-dependencies']['engine'] + p['optional-dependencies']['gateway']))" > deps.txt \
+    && pip install -c constraints.txt -r deps.txt
+COPY proto proto
+COPY kernels kernels
+COPY engine engine
+COPY service service
+COPY gateway gateway
+COPY cli cli
+RUN pip install -c constraints.txt '.[engine,gateway]'
+
+RUN useradd --create-home --uid 10001 fulcrum && install -d -o fulcrum -g fulcrum /models /cache
+USER 10001
+WORKDIR /home/fulcrum
+ENV FULCRUM_CACHE=/cache HF_HOME=/cache/huggingface FULCRUM_HOST=0.0.0.0
+VOLUME ["/cache"]
+EXPOSE 8000 50051
+
+# For the gateway's side; deploy/ has the engine's.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["fulcrum"]
+CMD ["serve"]
