@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP gateway. It renames fields: no torch, no tokenizer, no model files."""

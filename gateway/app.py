@@ -1,0 +1,87 @@
+"""Puts the application together: routes, middleware, error answers, and the engines' connections for its lifetime."""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.config import GatewayConfig
+from gateway.edge import CLIENT_GONE, Edge
+from gateway.engines import EnginePool
+from gateway.errors import ApiError, internal_error
+from gateway.metrics import Metrics
+from gateway.routes import VERSION, Routes
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(config: GatewayConfig) -> FastAPI:
+    """The gateway as an ASGI application."""
+    pool = EnginePool(config.engines, config.channels_per_engine, config.engine_key)
+    metrics = Metrics()
+    routes = Routes(config, pool, metrics)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with pool:
+            yield
+
+    app = FastAPI(title="Fulcrum", version=VERSION, lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    for path, endpoint, methods in (
+        ("/v1/chat/completions", routes.chat_completions, ["POST"]),
+        ("/v1/completions", routes.completions, ["POST"]),
+        ("/v1/models", routes.models, ["GET"]),
+        ("/v1/models/{name:path}", routes.model, ["GET"]),
+        ("/tokenize", routes.tokenize, ["POST"]),
+        ("/detokenize", routes.detokenize, ["POST"]),
+        ("/health", routes.health, ["GET", "HEAD"]),
+        ("/livez", routes.livez, ["GET", "HEAD"]),
+        ("/version", routes.version, ["GET"]),
+        ("/metrics", routes.metrics, ["GET"]),
+    ):
+        app.add_api_route(path, endpoint, methods=methods, response_model=None)
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(ClientDisconnect, on_disconnect)
+    app.add_exception_handler(Exception, on_crash)
+    app.add_middleware(Edge, api_keys=config.api_keys, metrics=metrics)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "POST", "OPTIONS"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return app
+
+
+async def on_api_error(request: Request, error: Exception) -> Response:
+    """Any error that the gateway knows."""
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body(), error.status, error.headers())
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    message = f"There is no {where}." if error.status_code in (404, 405) else str(error.detail)
+    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+    return JSONResponse(ApiError(error.status_code, message, code=code).body(), error.status_code, error.headers)
+
+
+async def on_disconnect(request: Request, error: Exception) -> Response:
+    """Nobody is left to read this; it is for the counters."""
+    return Response(status_code=CLIENT_GONE)
+
+
+async def on_crash(request: Request, error: Exception) -> Response:
+    """A fault of the gateway's own; the server logs its traceback."""
+    crash = internal_error()
+    return JSONResponse(crash.body(), crash.status, {"x-request-id": request.state.request_id})

@@ -1,0 +1,88 @@
+"""The gateway's settings, checked where they enter. Knows nothing of HTTP or gRPC."""
+
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """Settings of one gateway. It can be pickled, which is how it reaches worker processes.
+
+    Args:
+        host: address to bind; anything but loopback needs a key.
+        port: TCP port (0: any free one).
+        engines: HOST:PORT (or unix:PATH) of each engine server; all serve the same model.
+        api_keys: keys that callers may show as `Authorization: Bearer KEY`.
+        api_key_file: further keys, one a line; blank lines and lines that start with # are skipped.
+        engine_key: the key that this gateway shows to the engines.
+        cors_origins: origins that browsers may call from ("*": any).
+        request_timeout: longest life of a request, seconds (None: no limit). A caller may ask for less.
+        heartbeat_seconds: a silent event stream carries a comment this often.
+        max_body_bytes: largest request body.
+        max_prompts: most prompts in one completions call.
+        workers: server processes.
+        channels_per_engine: connections of each worker to each engine (several reach all of its processes).
+        shutdown_seconds: how long running requests may go on after a stop signal.
+        access_log: write a line for each request.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    engines: tuple[str, ...] = ("127.0.0.1:50051",)
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_key_file: Path | None = None
+    engine_key: str | None = field(default=None, repr=False)
+    cors_origins: tuple[str, ...] = ()
+    request_timeout: float | None = 600.0
+    heartbeat_seconds: float = 15.0
+    max_body_bytes: int = 16 * MIB
+    max_prompts: int = 256
+    workers: int = 1
+    channels_per_engine: int = 4
+    shutdown_seconds: int = 30
+    access_log: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError naming the field that is wrong; OSError when the key file cannot be read."""
+        for name in ("max_body_bytes", "max_prompts", "workers", "channels_per_engine"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be 0 to 65535, not {self.port}")
+        if self.request_timeout is not None and not 0 < self.request_timeout < float("inf"):
+            raise ValueError(f"request_timeout must be a positive number of seconds, not {self.request_timeout}")
+        if not 0 < self.heartbeat_seconds < float("inf"):
+            raise ValueError(f"heartbeat_seconds must be a positive number, not {self.heartbeat_seconds}")
+        if self.shutdown_seconds < 0:
+            raise ValueError(f"shutdown_seconds must not be negative, not {self.shutdown_seconds}")
+        if not self.engines or not all(self.engines):
+            raise ValueError("engines must name at least one HOST:PORT")
+        if self.api_key_file is not None:
+            keys = (*self.api_keys, *read_keys(self.api_key_file))
+            if not keys:
+                raise ValueError(f"api_key_file holds no key: {self.api_key_file}")
+            object.__setattr__(self, "api_keys", keys)
+            object.__setattr__(self, "api_key_file", None)
+        if not all(key.isascii() and key.isprintable() and " " not in key and key for key in self.api_keys):
+            raise ValueError("api_keys must be printable ASCII without spaces")
+        if not self.api_keys and not is_loopback(self.host):
+            raise ValueError(f"host {self.host} is reachable from other machines: that needs at least one API key")
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """The keys in a file, one a line; blank lines and lines that start with # are skipped."""
+    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return tuple(line for line in lines if line and not line.startswith("#"))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address bound to `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,193 @@
+"""Connections to the engine servers: who is SERVING, whose turn it is, and one retry elsewhere. Knows no HTTP."""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fulcrum.v1 import inference_pb2 as pb
+from fulcrum.v1 import inference_pb2_grpc
+from gateway.errors import no_engine
+
+logger = logging.getLogger(__name__)
+
+MESSAGE_BYTES = 64 << 20
+OPTIONS = [
+    # Each channel its own connection: the engine may be several processes behind one port.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+]
+REWATCH_SECONDS = 0.2
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """What goes with each call of one HTTP request.
+
+    Args:
+        request_id: the label that the caller gave, or a minted one.
+        deadline: on the monotonic clock, seconds (None: no limit).
+    """
+
+    request_id: str
+    deadline: float | None
+
+    def remaining(self) -> float | None:
+        """Seconds left, never negative."""
+        return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A Generate call that was accepted, and the events that follow."""
+
+    accepted: pb.Accepted
+    events: AsyncIterator[pb.GenerateResponse]
+    cancel: Callable[[], bool]
+
+
+class Link:
+    """One connection to one engine, and whether the engine says over it that it is SERVING."""
+
+    def __init__(self, address: str, metadata: list[tuple[str, str]]) -> None:
+        """Opens the channel (it connects in the background)."""
+        self.address = address
+        self.serving = False
+        self.channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        self.inference = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        self._health = health_pb2_grpc.HealthStub(self.channel)
+        self._metadata = metadata
+
+    async def watch(self) -> None:
+        """Follows the engine's health until cancelled. A lost connection counts as not serving."""
+        while True:
+            try:
+                watch = self._health.Watch(  # type: ignore[attr-defined]
+                    health_pb2.HealthCheckRequest(), metadata=self._metadata, wait_for_ready=True
+                )
+                async for reply in watch:
+                    self._turn(reply.status == health_pb2.HealthCheckResponse.SERVING)
+            except grpc.aio.AioRpcError as error:
+                logger.debug("health of engine %s: %s %s", self.address, error.code().name, error.details())
+            self._turn(serving=False)
+            await asyncio.sleep(REWATCH_SECONDS)
+
+    def _turn(self, serving: bool) -> None:
+        if serving != self.serving:
+            self.serving = serving
+            logger.log(
+                logging.INFO if serving else logging.WARNING,
+                "engine %s is %s",
+                self.address,
+                "serving" if serving else "not serving",
+            )
+
+
+class EnginePool:
+    """The engines, taken in turn among those that are SERVING. Use as an async context manager."""
+
+    def __init__(self, addresses: tuple[str, ...], channels_per_engine: int, engine_key: str | None) -> None:
+        """Connects nothing yet."""
+        self._addresses = addresses
+        self._channels = channels_per_engine
+        self._metadata = [("authorization", f"Bearer {engine_key}")] if engine_key else []
+        self._links: list[list[Link]] = []
+        self._watches: list[asyncio.Task[None]] = []
+        self._turns = itertools.count()
+
+    async def __aenter__(self) -> "EnginePool":
+        """Opens the channels and starts to watch."""
+        self._links = [[Link(address, self._metadata) for _ in range(self._channels)] for address in self._addresses]
+        self._watches = [asyncio.create_task(link.watch()) for links in self._links for link in links]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes the channels; calls that still run are cancelled."""
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        await asyncio.gather(*(link.channel.close() for links in self._links for link in links))
+
+    @property
+    def serving(self) -> bool:
+        """Whether any engine is SERVING."""
+        return any(link.serving for links in self._links for link in links)
+
+    async def call(self, method: str, request: Any, context: CallContext) -> Any:
+        """A unary call of InferenceService. Raises: AioRpcError; ApiError 503 when no engine is SERVING."""
+
+        async def attempt(link: Link) -> Any:
+            stub = getattr(link.inference, method)
+            return await stub(request, metadata=self._metadata_of(context), timeout=context.remaining())
+
+        return await self._with_retry(attempt)
+
+    async def generate(self, request: pb.GenerateRequest, context: CallContext) -> Generation:
+        """Starts a Generate and waits until it is accepted. Cancelled: so is the call.
+
+        Raises: AioRpcError when it is refused; ApiError 503 when no engine is SERVING.
+        """
+
+        async def attempt(link: Link) -> Generation:
+            call = link.inference.Generate(request, metadata=self._metadata_of(context), timeout=context.remaining())
+            accepted = False
+            try:
+                events = aiter(call)
+                first = await anext(events, None)
+                if first is None or first.WhichOneof("event") != "accepted":
+                    logger.error("engine %s did not begin its stream with Accepted", link.address)
+                    raise no_engine()
+                accepted = True
+                return Generation(first.accepted, events, call.cancel)
+            finally:
+                if not accepted:
+                    call.cancel()
+
+        return await self._with_retry(attempt)
+
+    async def _with_retry(self, attempt: Callable[[Link], Awaitable[T]]) -> T:
+        """Tries one engine after another while they are UNAVAILABLE: nothing was received, so nothing is repeated."""
+        links = self._candidates()
+        for link in links[:-1]:
+            try:
+                return await attempt(link)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                logger.warning("engine %s is unavailable, trying another: %s", link.address, error.details())
+        return await attempt(links[-1])
+
+    def _candidates(self) -> list[Link]:
+        """One serving link of each engine, the engine whose turn it is first. Raises: ApiError 503 if there is none."""
+        turn = next(self._turns)
+        start = turn % len(self._links)
+        chosen = []
+        for links in self._links[start:] + self._links[:start]:
+            serving = [link for link in links if link.serving]
+            if serving:
+                chosen.append(serving[(turn // len(self._links)) % len(serving)])
+        if not chosen:
+            raise no_engine()
+        return chosen
+
+    def _metadata_of(self, context: CallContext) -> list[tuple[str, str]]:
+        return [*self._metadata, ("x-request-id", context.request_id)]

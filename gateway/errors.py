@@ -1,0 +1,157 @@
+"""Errors as OpenAI's clients expect them, and how a gRPC status becomes one. Knows no HTTP server."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+logger = logging.getLogger(__name__)
+
+StatusCode = grpc.StatusCode
+
+# gRPC code -> (HTTP status, error type, error code when the engine names none)
+STATUSES: dict[StatusCode, tuple[int, str, str | None]] = {
+    StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error", None),
+    StatusCode.OUT_OF_RANGE: (400, "invalid_request_error", None),
+    StatusCode.FAILED_PRECONDITION: (400, "invalid_request_error", None),
+    StatusCode.PERMISSION_DENIED: (403, "permission_error", "permission_denied"),
+    StatusCode.NOT_FOUND: (404, "invalid_request_error", "not_found"),
+    StatusCode.ALREADY_EXISTS: (409, "conflict_error", "already_exists"),
+    StatusCode.ABORTED: (409, "conflict_error", "aborted"),
+    StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error", "rate_limit_exceeded"),
+    StatusCode.UNIMPLEMENTED: (501, "server_error", "not_implemented"),
+    StatusCode.UNAVAILABLE: (503, "server_error", "unavailable"),
+    # The gateway did not cancel, so the engine went away under the call.
+    StatusCode.CANCELLED: (503, "server_error", "unavailable"),
+    StatusCode.DEADLINE_EXCEEDED: (504, "server_error", "timeout"),
+}
+UNAVAILABLE_TEXT = "No engine is available right now. Please try again."
+TIMEOUT_TEXT = "The request did not finish in time."
+INTERNAL_TEXT = "The server had an error while processing the request."
+RETRY_SECONDS = 1
+
+# Names of GenerateRequest and TokenizeRequest that differ from OpenAI's or vLLM's.
+GROUPS = ("sampling.", "stopping.", "output.", "cache.", "chat.")
+PARAMS = {
+    "text": "prompt",
+    "token_ids": "prompt",
+    "token_ids.ids": "prompt",
+    "chat": "messages",
+    "include_stop": "include_stop_str_in_output",
+    "salt": "cache_salt",
+    "template_kwargs_json": "chat_template_kwargs",
+}
+# Where the fault lies when the engine names no field.
+REASON_PARAMS = {"CONTEXT_LENGTH_EXCEEDED": "prompt", "TEMPLATE_ERROR": "prompt", "MODEL_NOT_FOUND": "model"}
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """One error as the caller sees it.
+
+    Args:
+        status: HTTP status.
+        message: for people.
+        type: OpenAI's class of error.
+        param: the request field at fault, by its HTTP name.
+        code: for programs.
+        retry_after: seconds, for the header.
+    """
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    retry_after: int | None = None
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """Headers that go with it."""
+        headers = {}
+        if self.retry_after is not None:
+            headers["retry-after"] = str(self.retry_after)
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+
+def no_engine() -> ApiError:
+    """The answer while no engine is SERVING."""
+    return ApiError(503, UNAVAILABLE_TEXT, "server_error", code="unavailable", retry_after=RETRY_SECONDS)
+
+
+def internal_error() -> ApiError:
+    """The answer to a fault of the server's own: it tells nothing of the inside."""
+    return ApiError(500, INTERNAL_TEXT, "server_error", code="internal_error")
+
+
+def from_rpc(error: grpc.aio.AioRpcError, names: dict[str, str]) -> ApiError:
+    """Translates a call's status.
+
+    Args:
+        error: as raised by grpc.
+        names: what this endpoint calls a field where PARAMS says otherwise (such as prompt -> messages).
+    """
+    code = error.code()
+    if code not in STATUSES:
+        # UNAUTHENTICATED too: the gateway's key is wrong, which is not the caller's fault.
+        logger.error("engine answered %s: %s", code.name, error.details())
+        return internal_error()
+    http, kind, default_code = STATUSES[code]
+    info, violation, retry = details_of(error)
+    message = error.details() or code.name
+    if http in (503, 504) and info is None:
+        # The text is the transport's: it names addresses.
+        logger.warning("engine answered %s: %s", code.name, message)
+        message = TIMEOUT_TEXT if http == 504 else UNAVAILABLE_TEXT
+    param = None
+    if violation is not None and violation.field:
+        param = http_name(violation.field, names)
+    elif info is not None and info.reason in REASON_PARAMS:
+        param = names.get(REASON_PARAMS[info.reason], REASON_PARAMS[info.reason])
+    retry_after = max(retry or 0, RETRY_SECONDS) if http in (429, 503) else None
+    reason = info.reason.lower() if info is not None and info.reason else default_code
+    if http == 404 and param == "model":
+        reason = "model_not_found"
+    return ApiError(http, message, kind, param, reason, retry_after)
+
+
+def details_of(
+    error: grpc.aio.AioRpcError,
+) -> tuple[error_details_pb2.ErrorInfo | None, error_details_pb2.BadRequest.FieldViolation | None, int | None]:
+    """The google.rpc details of a status: ErrorInfo, first field violation, seconds to wait (rounded up)."""
+    info, violation, retry = None, None, None
+    try:
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    except ValueError as mismatch:
+        logger.warning("engine sent a status whose details contradict it: %s", mismatch)
+        status = None
+    for detail in status.details if status is not None else ():
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            bad = error_details_pb2.BadRequest()
+            detail.Unpack(bad)
+            violation = bad.field_violations[0] if bad.field_violations else None
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            wait = error_details_pb2.RetryInfo()
+            detail.Unpack(wait)
+            retry = wait.retry_delay.seconds + (wait.retry_delay.nanos > 0)
+    return info, violation, retry
+
+
+def http_name(field: str, names: dict[str, str]) -> str:
+    """What the HTTP request calls a field of the proto: `stopping.include_stop` -> `include_stop_str_in_output`."""
+    for group in GROUPS:
+        field = field.removeprefix(group)
+    stem, bracket, rest = field.partition("[")
+    stem = PARAMS.get(stem, stem)
+    return names.get(stem, stem) + bracket + rest

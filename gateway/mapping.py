@@ -1,0 +1,123 @@
+"""Turns validated HTTP requests into messages of the contract, field by field. Knows nothing of the network."""
+
+import json
+
+from fulcrum.v1 import inference_pb2 as pb
+from gateway.errors import ApiError
+from gateway.schemas import (
+    COMPLETION_MAX_TOKENS,
+    ChatPrompt,
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    Message,
+    Sampling,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
+
+UINT64 = 1 << 64
+
+
+def chat_request(body: ChatRequest) -> pb.GenerateRequest:
+    """The Generate of a chat."""
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    request = shared_fields(body, max_tokens)
+    request.chat.CopyFrom(chat(body))
+    return request
+
+
+def completion_requests(body: CompletionRequest) -> list[pb.GenerateRequest]:
+    """One Generate for each prompt, in their order."""
+    template = shared_fields(body, COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
+    requests = []
+    for prompt in body.prompt:
+        request = pb.GenerateRequest()
+        request.CopyFrom(template)
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        requests.append(request)
+    return requests
+
+
+def tokenize_request(body: TokenizeTextRequest | TokenizeChatRequest) -> pb.TokenizeRequest:
+    """The Tokenize of a text or of a chat."""
+    if isinstance(body, TokenizeChatRequest):
+        return pb.TokenizeRequest(model=body.model or "", chat=chat(body))
+    return pb.TokenizeRequest(model=body.model or "", text=body.prompt, add_special_tokens=body.add_special_tokens)
+
+
+def shared_fields(body: Sampling, max_tokens: int | None) -> pb.GenerateRequest:
+    """All but the prompt. What the caller left out stays unset."""
+    return pb.GenerateRequest(
+        model=body.model or "",
+        sampling=pb.SamplingParams(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=None if body.top_k is None else max(body.top_k, 0),  # -1 is another way to say off
+            min_p=body.min_p,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            repetition_penalty=body.repetition_penalty,
+            seed=None if body.seed is None else body.seed % UINT64,  # int64 to uint64, two's complement
+            logit_bias=body.logit_bias,
+        ),
+        stopping=pb.StoppingCriteria(
+            max_tokens=max_tokens,
+            min_tokens=body.min_tokens,
+            stop=body.stop,
+            stop_token_ids=body.stop_token_ids,
+            ignore_eos=body.ignore_eos,
+            include_stop=body.include_stop_str_in_output,
+        ),
+        output=pb.OutputOptions(skip_special_tokens=body.skip_special_tokens),
+        n=body.n,
+        priority=body.priority,
+        cache=pb.CacheOptions(salt=body.cache_salt) if body.cache_salt is not None else None,
+    )
+
+
+def chat(body: ChatPrompt) -> pb.Chat:
+    """A chat's messages and template options. Raises: ApiError 400 when the template variables are no JSON."""
+    # To continue the last message excludes a generation prompt: who asks for the one need not deny the other.
+    continued = bool(body.continue_final_message) and body.add_generation_prompt is None
+    return pb.Chat(
+        messages=[message(item) for item in body.messages],
+        add_generation_prompt=False if continued else body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template_kwargs_json=template_kwargs(body),
+    )
+
+
+def template_kwargs(body: ChatPrompt) -> str:
+    """The template variables as JSON text; empty when there are none."""
+    if not body.chat_template_kwargs:
+        return ""
+    try:
+        return json.dumps(body.chat_template_kwargs, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise ApiError(
+            400, f"Invalid 'chat_template_kwargs': {error}.", param="chat_template_kwargs", code="invalid_value"
+        ) from error
+
+
+def message(item: Message) -> pb.ChatMessage:
+    """One message."""
+    return pb.ChatMessage(
+        role=item.role,
+        content=[part(piece) for piece in item.content or ()],
+        name=item.name,
+        tool_calls=[
+            pb.ToolCall(id=call.id, name=call.function.name, arguments_json=call.function.arguments)
+            for call in item.tool_calls or ()
+        ],
+        tool_call_id=item.tool_call_id,
+        reasoning=item.reasoning_content,
+    )
+
+
+def part(piece: ContentPart) -> pb.ContentPart:
+    """One part of a message; the engine refuses kinds that it does not take."""
+    return pb.ContentPart(text=piece.text) if piece.type == "text" else pb.ContentPart(unsupported=piece.type)

@@ -1,0 +1,70 @@
+"""The gateway's own figures. With several workers each writes to files in a shared folder, and any worker sums them up.
+
+prometheus_client looks for PROMETHEUS_MULTIPROC_DIR when it is imported; `gateway.server` sets it before workers start.
+"""
+
+import os
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from gateway.sse import TokenCounts
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """One application's metrics."""
+
+    def __init__(self) -> None:
+        """Registers them in a registry of their own."""
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "fulcrum_gateway_http_requests",
+            "HTTP requests that ended (status 499: the client had gone).",
+            ("method", "path", "status"),
+            registry=self._registry,
+        )
+        self.seconds = Histogram(
+            "fulcrum_gateway_http_request_seconds",
+            "From an HTTP request's arrival to the end of its answer.",
+            ("path",),
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+        self.first_text_seconds = Histogram(
+            "fulcrum_gateway_time_to_first_text_seconds",
+            "From an HTTP request's arrival to the first text from the engine, streamed or not.",
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+        self.stream_errors = Counter(
+            "fulcrum_gateway_stream_errors",
+            "Event streams that ended with an error event, by the status that it would have had.",
+            ("status",),
+            registry=self._registry,
+        )
+        self.prompt_tokens = Counter(
+            "fulcrum_gateway_prompt_tokens", "Prompt tokens of answered requests.", registry=self._registry
+        )
+        self.cached_tokens = Counter(
+            "fulcrum_gateway_cached_tokens", "Of these, found in the prefix cache.", registry=self._registry
+        )
+        self.completion_tokens = Counter(
+            "fulcrum_gateway_completion_tokens", "Tokens generated for answered requests.", registry=self._registry
+        )
+
+    def count_tokens(self, counts: TokenCounts) -> None:
+        """Adds the tokens of one answer."""
+        self.prompt_tokens.inc(counts.prompt)
+        self.cached_tokens.inc(counts.cached)
+        self.completion_tokens.inc(counts.completion)
+
+    def render(self) -> bytes:
+        """Prometheus' text format, over all workers."""
+        if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+            return generate_latest(self._registry)
+        everyone = CollectorRegistry()
+        MultiProcessCollector(everyone)  # type: ignore[no-untyped-call]
+        return generate_latest(everyone)

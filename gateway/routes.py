@@ -1,0 +1,249 @@
+"""The HTTP endpoints: parse, call the engine, write the answer."""
+
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import grpc
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from fulcrum.v1 import inference_pb2 as pb
+from gateway.answer import Answer
+from gateway.config import GatewayConfig
+from gateway.engines import CallContext, EnginePool
+from gateway.errors import ApiError, from_rpc, no_engine
+from gateway.mapping import chat_request, completion_requests, tokenize_request
+from gateway.metrics import CONTENT_TYPE, Metrics
+from gateway.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampling,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+    parse,
+)
+from gateway.sse import DONE, ChatFormat, CompletionFormat, Ending, Format, Head, event
+from gateway.transport import EventStream, read_json, unless_gone
+
+VERSION = version("fulcrum-llm")
+FINGERPRINT = f"fulcrum-{VERSION}"
+CHAT_NAMES = {"prompt": "messages"}
+
+T = TypeVar("T")
+
+
+class Routes:
+    """The endpoints' handlers and what they share."""
+
+    def __init__(self, config: GatewayConfig, pool: EnginePool, metrics: Metrics) -> None:
+        """The pool is opened by the application's lifespan."""
+        self._config = config
+        self._pool = pool
+        self._metrics = metrics
+
+    async def chat_completions(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        body = parse(ChatRequest, await self._json(request))
+        names = CHAT_NAMES | ({} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"})
+
+        def form(head: Head, choices: int) -> Format:
+            return ChatFormat(head, choices, body.include_usage)
+
+        return await self._generate(request, body, [chat_request(body)], form, names)
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        body = parse(CompletionRequest, await self._json(request))
+        if len(body.prompt) > self._config.max_prompts:
+            limit = self._config.max_prompts
+            raise ApiError(400, f"Invalid 'prompt': at most {limit} prompts.", param="prompt", code="invalid_value")
+        echo = await self._echo(request, body) if body.echo else None
+
+        def form(head: Head, choices: int) -> Format:
+            return CompletionFormat(head, choices, body.include_usage, echo)
+
+        return await self._generate(request, body, completion_requests(body), form, {})
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        return JSONResponse({"object": "list", "data": await self._cards(request)})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/{id}; the id may hold slashes."""
+        name = request.path_params["name"]
+        for card in await self._cards(request):
+            if card["id"] == name:
+                return JSONResponse(card)
+        raise ApiError(404, f"The model {name!r} does not exist.", param="model", code="model_not_found")
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize: of a prompt, or of a chat's messages."""
+        fields = await self._json(request)
+        body: TokenizeChatRequest | TokenizeTextRequest
+        if "messages" in fields:
+            body, names = parse(TokenizeChatRequest, fields), CHAT_NAMES
+        else:
+            body, names = parse(TokenizeTextRequest, fields), {}
+        reply = await self._call(request, "Tokenize", tokenize_request(body), names)
+        pieces = [piece.decode(errors="replace") for piece in reply.token_bytes] if body.return_token_strs else None
+        return JSONResponse(
+            {
+                "count": len(reply.token_ids),
+                "max_model_len": reply.max_model_len,
+                "tokens": list(reply.token_ids),
+                "token_strs": pieces,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        body = parse(DetokenizeRequest, await self._json(request))
+        message = pb.DetokenizeRequest(
+            model=body.model or "", token_ids=body.tokens, skip_special_tokens=body.skip_special_tokens
+        )
+        reply = await self._call(request, "Detokenize", message, {"prompt": "tokens"})
+        return JSONResponse({"prompt": reply.text})
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: 200 while an engine is SERVING."""
+        if not self._pool.serving:
+            raise no_engine()
+        return JSONResponse({"status": "ok"})
+
+    async def livez(self, request: Request) -> Response:
+        """GET /livez: the process answers."""
+        return JSONResponse({"status": "ok"})
+
+    async def version(self, request: Request) -> Response:
+        """GET /version."""
+        return JSONResponse({"version": VERSION})
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics."""
+        return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def _generate(
+        self,
+        request: Request,
+        body: Sampling,
+        requests: list[pb.GenerateRequest],
+        form: Callable[[Head, int], Format],
+        names: dict[str, str],
+    ) -> Response:
+        """Runs the Generates and answers with their text, streamed or whole. Until all are accepted no byte is sent."""
+        opening = Answer.open(self._pool, requests, body.n or 1, self._context(request))
+        answer = await self._engine(request, opening, names)
+        head = Head(answer.request_id, int(time.time()), body.model or answer.model, FINGERPRINT)
+        shape = form(head, answer.choices)
+        if body.stream:
+            chunks = self._chunks(request, answer, shape, body.include_usage, names)
+            return EventStream(chunks, self._config.heartbeat_seconds, answer.close)
+        return JSONResponse(await self._engine(request, self._whole(request, answer, shape), names))
+
+    async def _whole(self, request: Request, answer: Answer, shape: Format) -> dict[str, Any]:
+        texts: list[list[str]] = [[] for _ in range(answer.choices)]
+        endings: dict[int, Ending] = {}
+        try:
+            async for piece in answer.pieces():
+                if piece.ending is None:
+                    texts[piece.index].append(piece.text)
+                else:
+                    endings[piece.index] = piece.ending
+        finally:
+            self._done(request, answer)
+        in_order = [endings[index] for index in range(answer.choices)]
+        return shape.whole(["".join(text) for text in texts], in_order, answer.counts)
+
+    async def _chunks(
+        self, request: Request, answer: Answer, shape: Format, include_usage: bool, names: dict[str, str]
+    ) -> AsyncGenerator[bytes]:
+        """The event stream. It ends with [DONE], or with an error event and no [DONE]."""
+        try:
+            yield shape.opening()
+            async for piece in answer.pieces():
+                if piece.ending is None:
+                    yield shape.piece(piece.index, piece.text)
+                else:
+                    yield shape.ending(piece.index, piece.ending)
+            yield shape.usage(answer.counts) + DONE if include_usage else DONE
+        except grpc.aio.AioRpcError as error:
+            yield self._error_event(from_rpc(error, names))
+        except ApiError as error:
+            yield self._error_event(error)
+        finally:
+            self._done(request, answer)
+
+    def _done(self, request: Request, answer: Answer) -> None:
+        """Stops what still runs, and counts."""
+        answer.close()
+        self._metrics.count_tokens(answer.counts)
+        if answer.first_text_at is not None:
+            self._metrics.first_text_seconds.observe(answer.first_text_at - request.state.arrival)
+
+    def _error_event(self, error: ApiError) -> bytes:
+        self._metrics.stream_errors.labels(str(error.status)).inc()
+        return event(error.body())
+
+    async def _json(self, request: Request) -> dict[str, Any]:
+        return await read_json(request, self._config.max_body_bytes)
+
+    def _context(self, request: Request) -> CallContext:
+        """The label and the deadline: the caller's x-request-timeout or the gateway's limit, whichever is shorter."""
+        limits = [self._config.request_timeout] if self._config.request_timeout is not None else []
+        if (asked := request.headers.get("x-request-timeout")) is not None:
+            limits.append(seconds(asked))
+        deadline = request.state.arrival + min(limits) if limits else None
+        return CallContext(request.state.request_id, deadline)
+
+    async def _call(self, request: Request, method: str, message: Any, names: dict[str, str]) -> Any:
+        return await self._engine(request, self._pool.call(method, message, self._context(request)), names)
+
+    async def _engine(self, request: Request, work: Coroutine[Any, Any, T], names: dict[str, str]) -> T:
+        """Awaits engine work unless the client goes. Raises: ApiError for the engine's refusal; ClientDisconnect."""
+        try:
+            return await unless_gone(request.receive, work)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error, names) from error
+
+    async def _echo(self, request: Request, body: CompletionRequest) -> list[str]:
+        """The text of each choice's prompt."""
+        texts = []
+        for prompt in body.prompt:
+            if isinstance(prompt, str):
+                text = prompt
+            else:
+                message = pb.DetokenizeRequest(model=body.model or "", token_ids=prompt)
+                text = (await self._call(request, "Detokenize", message, {})).text
+            texts += [text] * (body.n or 1)
+        return texts
+
+    async def _cards(self, request: Request) -> list[dict[str, Any]]:
+        reply = await self._call(request, "GetModel", pb.GetModelRequest(), {})
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": reply.created,
+                "owned_by": "fulcrum",
+                "max_model_len": reply.max_model_len,
+            }
+            for name in reply.served_names
+        ]
+
+
+def seconds(text: str) -> float:
+    """A positive number of seconds. Raises: ApiError 400."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        name = "x-request-timeout"
+        raise ApiError(
+            400, f"Invalid '{name}': must be a positive number of seconds.", param=name, code="invalid_value"
+        )
+    return value

@@ -1,0 +1,281 @@
+"""What the HTTP endpoints take. Validates fields; knows nothing of gRPC."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
+
+from gateway.errors import ApiError
+
+UINT32_MAX = 2**32 - 1
+MAX_N = 128
+MAX_STOPS = 16
+COMPLETION_MAX_TOKENS = 16
+
+UInt32 = Annotated[int, Field(ge=0, le=UINT32_MAX)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+# Fields that change nothing here: accepted with any value and ignored.
+IGNORED = frozenset(
+    {"user", "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"}
+)
+
+# Fields that are not served yet, and the values that ask for nothing.
+UNSERVED: dict[str, tuple[object, ...]] = {
+    "audio": (None,),
+    "best_of": (None, 1),
+    "function_call": (None, "none", "auto"),
+    "functions": (None, []),
+    "logprobs": (None, False),
+    "modalities": (None, ["text"]),
+    "moderation": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "response_format": (None, {"type": "text"}),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "top_logprobs": (None, 0),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+}
+
+
+class Body(BaseModel):
+    """JSON types are meant strictly ("1" is no number) and a field that is not known is an error."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+def one_or_many(value: object) -> object:
+    """A lone string means a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+def text_parts(value: object) -> object:
+    """A plain string means one text part."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+def bias_keys(value: object) -> object:
+    """JSON keys are strings: turns decimal ones into token ids."""
+    if not isinstance(value, Mapping):
+        return value
+    keys = [key for key in value if not (key.isascii() and key.isdigit() and int(key) <= UINT32_MAX)]
+    if keys:
+        raise ValueError(f"keys must be token ids, not {keys[0][:40]!r}")
+    return {int(key): bias for key, bias in value.items()}
+
+
+def prompts(value: object) -> object:
+    """The prompt's four forms, as a list of texts or a list of lists of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(item, str) for item in value):
+            return value
+        if all(is_token_id(item) for item in value):
+            return [value]
+        if all(isinstance(item, list) and item and all(is_token_id(i) for i in item) for item in value):
+            return value
+    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists; none empty")
+
+
+def is_token_id(value: object) -> bool:
+    """Whether it is an integer that a token id can be (True and False are not)."""
+    return type(value) is int and 0 <= value <= UINT32_MAX
+
+
+class StreamOptions(Body):
+    """What else a stream brings."""
+
+    include_usage: bool | None = None
+    # Padding against side channels, which OpenAI's own servers add: there is none here.
+    include_obfuscation: bool | None = None
+
+
+class Sampling(Body):
+    """Fields that chat and text completions share."""
+
+    model: str | None = None
+    frequency_penalty: Penalty | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(bias_keys)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_tokens: UInt32 | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    presence_penalty: Penalty | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    skip_special_tokens: bool | None = None
+    stop: (
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS), BeforeValidator(one_or_many)]
+        | None
+    ) = None
+    stop_token_ids: list[UInt32] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+
+    @model_validator(mode="after")
+    def stream_options_need_a_stream(self) -> "Sampling":
+        """As OpenAI has it."""
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed when stream is true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ContentPart(BaseModel):
+    """A part of a message. Kinds other than text keep whatever fields they have: the engine refuses them by name."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: str
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def text_part_is_text(self) -> "ContentPart":
+        """A text part has its text and nothing else."""
+        if self.type == "text":
+            if self.text is None:
+                raise ValueError("a part of type text needs its text")
+            if self.model_extra:
+                raise ValueError(f"unknown field {next(iter(self.model_extra))!r} in a part of type text")
+        return self
+
+
+class CalledFunction(Body):
+    """The function that an assistant called."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A tool call in an assistant's earlier message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class Message(Body):
+    """One message of a chat. The last five fields come back when a client sends an earlier answer unchanged."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[list[ContentPart], BeforeValidator(text_parts)] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class ChatPrompt(Body):
+    """Fields that make a chat's prompt."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(Sampling, ChatPrompt):
+    """POST /v1/chat/completions."""
+
+    max_completion_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions."""
+
+    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(prompts)]
+    echo: bool | None = None
+
+
+class TokenizeTextRequest(Body):
+    """POST /tokenize with a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(ChatPrompt):
+    """POST /tokenize with messages."""
+
+    model: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[UInt32]
+    skip_special_tokens: bool | None = None
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """A JSON object out of a request body. Raises: ApiError 400 for anything else (NaN and lone surrogates too)."""
+    try:
+        value = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
+    return value
+
+
+def parse(kind: type[B], fields: dict[str, Any]) -> B:
+    """Validates the fields of a request. Raises: ApiError 400 that names the first one at fault."""
+    known = {name: value for name, value in fields.items() if name not in IGNORED}
+    for name in known.keys() & UNSERVED.keys():
+        if not any(type(known[name]) is type(idle) and known[name] == idle for idle in UNSERVED[name]):
+            raise ApiError(400, f"'{name}' is not supported yet.", param=name, code="unsupported_parameter")
+        del known[name]
+    try:
+        return kind.model_validate(known)
+    except ValidationError as error:
+        raise first_fault(error) from error
+
+
+def first_fault(error: ValidationError) -> ApiError:
+    """The first validation error, in a sentence that names the field as the caller wrote it."""
+    fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = ""
+    for key in fault["loc"]:
+        if isinstance(key, int):
+            param += f"[{key}]"
+        elif not key.endswith("]"):  # pydantic's names of union branches are no fields
+            param += f".{key}" if param else key
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
+        return ApiError(400, f"Unknown field '{param}'.", param=param, code="unknown_parameter")
+    if fault["type"] == "missing":
+        return ApiError(400, f"'{param}' is required.", param=param, code="missing_required_parameter")
+    if not param:
+        return ApiError(400, message, param=message.split(" ", 1)[0], code="invalid_value")
+    return ApiError(400, f"Invalid '{param}': {message}.", param=param, code="invalid_value")

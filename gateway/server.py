@@ -1,0 +1,93 @@
+"""Runs the gateway: one process, or several behind one socket. Knows uvicorn; the application knows it not."""
+
+import functools
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from uvicorn.supervisors import Multiprocess
+
+from gateway.config import GatewayConfig
+
+BACKLOG = 2048
+# Longer than clients and balancers keep idle connections, so that none is closed under a request.
+KEEP_ALIVE_SECONDS = 75
+START_FAILED = 3
+
+LOGGING: dict[str, Any] = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+    "loggers": {
+        "gateway": {"handlers": ["stderr"], "level": "INFO", "propagate": False},
+        "uvicorn.error": {"handlers": ["stderr"], "level": "WARNING", "propagate": False},
+        "uvicorn.access": {"handlers": ["stderr"], "level": "INFO", "propagate": False},
+    },
+}
+
+
+def serve(config: GatewayConfig, on_bound: Callable[[str, int], None] | None = None) -> None:
+    """Serves until SIGINT or SIGTERM, then lets running requests finish for `shutdown_seconds`.
+
+    Args:
+        config: the settings.
+        on_bound: called once with host and port when the socket listens.
+
+    Raises: OSError when the address cannot be bound; SystemExit when the application does not start.
+    """
+    with listen(config.host, config.port) as listener:
+        if on_bound is not None:
+            on_bound(config.host, listener.getsockname()[1])
+        if config.workers == 1:
+            server = uvicorn.Server(uvicorn_config(config))
+            server.run(sockets=[listener])
+            if not server.started:
+                raise SystemExit(START_FAILED)
+        else:
+            serve_with_workers(config, listener)
+
+
+def serve_with_workers(config: GatewayConfig, listener: socket.socket) -> None:
+    """Supervises worker processes (one that dies is replaced). They share a folder for their metrics."""
+    with tempfile.TemporaryDirectory(prefix="fulcrum-metrics-") as folder:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # the workers inherit it; prometheus_client reads it
+        try:
+            Multiprocess(uvicorn_config(config), sockets=[listener]).run()
+        finally:
+            del os.environ["PROMETHEUS_MULTIPROC_DIR"]
+
+
+def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
+    """The server's settings. The application is named as a call that can be pickled: so the settings reach workers."""
+    return uvicorn.Config(
+        functools.partial(create, config),
+        factory=True,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        workers=config.workers,
+        log_config=LOGGING,
+        access_log=config.access_log,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=config.shutdown_seconds,
+    )
+
+
+def create(config: GatewayConfig) -> Any:
+    """Makes the application, importing it only in the process that serves it."""
+    from gateway.app import create_app
+
+    return create_app(config)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises: OSError."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server(address, family=family, backlog=BACKLOG)

@@ -1,0 +1,113 @@
+"""Reading bodies, noticing that a client has gone, and streaming events. Knows no OpenAI field and no gRPC."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.errors import ApiError
+from gateway.schemas import parse_json
+from gateway.sse import HEARTBEAT
+
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+T = TypeVar("T")
+
+
+async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in a request's body.
+
+    Raises: ApiError 400 for another content type or bad JSON, 413 for a body of more than `max_bytes`;
+        ClientDisconnect.
+    """
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(400, f"Content-Type must be application/json, not {kind[:80]!r}.", code="invalid_content_type")
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > max_bytes:
+        raise too_large(max_bytes)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large(max_bytes)
+    return parse_json(bytes(body))
+
+
+def too_large(max_bytes: int) -> ApiError:
+    """The answer to a body over the limit."""
+    return ApiError(413, f"The body is larger than {max_bytes} bytes.", code="request_too_large")
+
+
+async def gone(receive: Receive) -> None:
+    """Returns when the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled as soon as the client goes. Raises: ClientDisconnect then."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(gone(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        watch.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Sends chunks as they come, a comment when none came for a while, and stops the source when the client goes."""
+
+    def __init__(self, chunks: AsyncGenerator[bytes], heartbeat_seconds: float, close: Callable[[], None]) -> None:
+        """`close` is called at the end, also when `chunks` was never begun."""
+        super().__init__(headers=STREAM_HEADERS)
+        del self.headers["content-length"]
+        self._chunks = chunks
+        self._heartbeat = heartbeat_seconds
+        self._close = close
+        self._last = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Leaves `client_gone` in the request's state when the client did not stay to the end."""
+        try:
+            await unless_gone(receive, self._stream(send))
+        except ClientDisconnect:
+            scope["state"]["client_gone"] = True
+        finally:
+            self._close()
+
+    async def _stream(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._last = time.monotonic()
+        beat = asyncio.create_task(self._beat(send))
+        try:
+            async for chunk in self._chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                self._last = time.monotonic()
+        finally:
+            beat.cancel()
+            await self._chunks.aclose()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _beat(self, send: Send) -> None:
+        while True:
+            silent = time.monotonic() - self._last
+            if silent >= self._heartbeat:
+                await send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})
+                self._last = time.monotonic()
+                silent = 0.0
+            await asyncio.sleep(self._heartbeat - silent)
