@@ -1,0 +1,1 @@
+"""The gRPC server in front of the engine: text in, text out."""

@@ -46,7 +46,8 @@ class Authenticator:
             )
         digest = _digest(given[len(_SCHEME) :].strip())
         # Every hash is compared, so that the time tells nothing.
-        if not any([hmac.compare_digest(digest, known) for known in self._hashes]):
+        matches = [hmac.compare_digest(digest, known) for known in self._hashes]
+        if not any(matches):
             raise ApiError(grpc.StatusCode.UNAUTHENTICATED, "API_KEY_INVALID", "the API key is not known here")
         return self._caller
 

@@ -15,7 +15,7 @@ class ServiceConfig:
     """Settings of one service process.
 
     Args:
-        model: a folder in Hugging Face layout or a GGUF file: tokenizer, template and generation defaults are read there.
+        model: a folder in Hugging Face layout or a GGUF file: tokenizer, template and generation defaults come from it.
         served_model_names: what `model` may be called in requests; the first is the principal one.
         address: HOST:PORT (port 0: any free one) or unix:/PATH, for InferenceService, health and reflection.
         admin_address: the same for AdminService. AUTO is a Unix socket that only its owner may open (0600); a TCP
@@ -26,7 +26,7 @@ class ServiceConfig:
         tokenizer: a folder or file instead of the model's own tokenizer.
         request_timeout: seconds after which a Generate ends DEADLINE_EXCEEDED, whatever deadline its caller set.
         max_message_bytes: the one limit on a message, both ways.
-        metrics_port: serves Prometheus metrics over HTTP on this port of `address`'s host (0: any free port; None: none).
+        metrics_port: serves Prometheus metrics (HTTP) on this port of `address`'s host (0: any free one; None: none).
         grace_seconds: how long running requests may go on when the server drains.
         min_ping_seconds: keepalive pings of clients are tolerated down to this interval, also without calls.
         reuse_port: several service processes share one port (SO_REUSEPORT).

@@ -1,6 +1,6 @@
 """Errors as gRPC statuses with google.rpc details. Knows nothing of what went wrong inside.
 
-`ApiError` is the one way to refuse a call or to end it: whatever else escapes a handler becomes INTERNAL (service/guard.py).
+`ApiError` is the one way to refuse a call or to end it: what else escapes one becomes INTERNAL (service/guard.py).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,0 +1,102 @@
+"""AdminService: what operators ask. Knows the engine only through CoreClient."""
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from engine.client import CoreClient, CoreDied
+from engine.messages import CoreStats
+from fulcrum.v1 import inference_pb2 as pb
+from fulcrum.v1 import inference_pb2_grpc
+from service.errors import Violation, draining, engine_dead, invalid, not_served
+from service.live import LiveCalls
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_MIN_INTERVAL, _MAX_INTERVAL = 0.1, 3600.0
+_MAX_GRACE = 86400.0
+# How often Drain asks the core who is left: other service processes have requests too.
+_DRAIN_POLL_SECONDS = 0.05
+
+
+class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
+    """Serves one engine core.
+
+    Args:
+        core: the engine.
+        live: the open Generate calls of this process.
+    """
+
+    def __init__(self, core: CoreClient, live: LiveCalls) -> None:
+        self._core = core
+        self._live = live
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        """Ends live requests by their exact ids, whichever process took them."""
+        ids = list(dict.fromkeys(request.request_ids))
+        try:
+            live = set(await self._core.abort(ids))
+        except CoreDied as error:
+            raise engine_dead() from error
+        aborted, missing = pb.AbortResponse.OUTCOME_ABORTED, pb.AbortResponse.OUTCOME_NOT_FOUND
+        return pb.AbortResponse(
+            results=[
+                pb.AbortResponse.Result(request_id=request_id, outcome=aborted if request_id in live else missing)
+                for request_id in ids
+            ]
+        )
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
+        """Counters and gauges of this moment."""
+        return pb.GetStatsResponse(stats=await self._stats())
+
+    async def WatchStats(self, request: pb.WatchStatsRequest, context: Context) -> None:
+        """The same, again and again, until the caller leaves."""
+        interval = request.interval_seconds if request.HasField("interval_seconds") else 1.0
+        if not _MIN_INTERVAL <= interval <= _MAX_INTERVAL:  # NaN fails too
+            text = f"must be in [{_MIN_INTERVAL:g}, {_MAX_INTERVAL:g}] s, not {interval:g}"
+            raise invalid([Violation("interval_seconds", text)])
+        while True:
+            await context.write(pb.WatchStatsResponse(stats=await self._stats()))
+            await asyncio.sleep(interval)
+
+    async def GetTrace(self, request: pb.GetTraceRequest, context: Context) -> pb.GetTraceResponse:
+        """Not served yet."""
+        raise not_served("request_id", "traces are")
+
+    async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
+        """Drops every cached page that no running sequence uses."""
+        try:
+            return pb.FlushCacheResponse(pages_freed=await self._core.flush_cache())
+        except CoreDied as error:
+            raise engine_dead() from error
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        """The core takes nothing new from now on, for good; the answer comes when the running requests have ended.
+
+        What still runs in this process after the grace is ended; other processes are drained by their own grace.
+        """
+        grace = request.grace_seconds if request.HasField("grace_seconds") else None
+        if grace is not None and not 0 <= grace <= _MAX_GRACE:
+            raise invalid([Violation("grace_seconds", f"must be in [0, {_MAX_GRACE:g}] s, not {grace:g}")])
+        try:
+            async with asyncio.timeout(grace):
+                while await self._core.drain() or len(self._live):  # noqa: ASYNC110 - other processes end theirs
+                    await asyncio.sleep(_DRAIN_POLL_SECONDS)
+        except TimeoutError:
+            return pb.DrainResponse(requests_aborted=self._live.end(draining))
+        except CoreDied as error:
+            raise engine_dead() from error
+        return pb.DrainResponse()
+
+    async def _stats(self) -> pb.Stats:
+        try:
+            return to_proto(await self._core.stats())
+        except CoreDied as error:
+            raise engine_dead() from error
+
+
+def to_proto(stats: CoreStats) -> pb.Stats:
+    """CoreStats field for field."""
+    return pb.Stats(**{name: getattr(stats, name) for name in stats.__struct_fields__})

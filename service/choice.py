@@ -1,0 +1,98 @@
+"""One continuation of a request: token ids in, Delta and Finished messages out. Knows no RPC and no engine process."""
+
+from collections.abc import Sequence
+
+import grpc
+
+from engine.messages import SequenceOutput
+from engine.request import FinishReason
+from fulcrum.v1 import inference_pb2 as pb
+from service.detokenizer import TextStream
+from service.errors import ApiError
+from service.validate import Plan
+
+# The engine ended it on a token that is not part of the text.
+_STOPPED_BY_TOKEN = (FinishReason.EOS, FinishReason.STOP_TOKEN)
+
+
+class Choice:
+    """Turns one index's tokens into messages.
+
+    Args:
+        index: 0 to n - 1.
+        plan: what was asked for.
+        text: the text of this index; None where neither text nor stop strings are wanted.
+
+    Attributes:
+        tokens: how many tokens count for this index.
+        finish: how it ended (None while it runs).
+    """
+
+    __slots__ = ("_plan", "_text", "finish", "index", "tokens")
+
+    def __init__(self, index: int, plan: Plan, text: TextStream | None) -> None:
+        self.index = index
+        self.tokens = 0
+        self.finish: FinishReason | None = None
+        self._plan = plan
+        self._text = text
+
+    def take(self, output: SequenceOutput) -> list[pb.GenerateResponse]:
+        """The messages that these tokens make: none while the text lags, one Delta, and Finished at the end.
+
+        Tokens after a stop string are dropped: the engine sampled them before it knew.
+
+        Raises ApiError: ABORTED or INTERNAL where the engine gave the sequence up.
+        """
+        ids, finish = output.token_ids, output.finish
+        if finish is FinishReason.ABORT:
+            raise ApiError(grpc.StatusCode.ABORTED, "ABORTED", "the request was aborted")
+        if finish is FinishReason.ERROR:
+            raise ApiError(grpc.StatusCode.INTERNAL, "STEP_FAILED", "the engine could not compute this request")
+        text, stop = "", None
+        if self._text is not None:
+            text, stop, used = self._read(self._text, ids, finish)
+            if stop is not None:
+                ids, finish = ids[:used], FinishReason.STOP_STRING
+        self.tokens += len(ids)
+        self.finish = finish
+        messages = []
+        plan = self._plan
+        if (text and plan.text) or (ids and plan.token_ids):
+            delta = pb.Delta(index=self.index)
+            if plan.text:
+                delta.text = text
+            if plan.token_ids:
+                delta.token_ids.extend(ids)
+            messages.append(pb.GenerateResponse(delta=delta))
+        if finish is not None:
+            messages.append(pb.GenerateResponse(finished=self._finished(finish, stop, ids)))
+        return messages
+
+    def _read(self, stream: TextStream, ids: Sequence[int], finish: FinishReason | None) -> tuple[str, str | None, int]:
+        """The text of these ids, the stop string that ended it, and how many ids it took."""
+        text = ""
+        hidden = finish in _STOPPED_BY_TOKEN and not self._plan.include_stop
+        for position in range(len(ids) - hidden):
+            piece, stop = stream.step(ids[position])
+            text += piece
+            if stop is not None:
+                return text, stop, position + 1
+        if finish is None:
+            return text, None, len(ids)
+        piece, stop = stream.finish()
+        return text + piece, stop, len(ids)
+
+    def _finished(self, finish: FinishReason, stop: str | None, ids: Sequence[int]) -> pb.Finished:
+        finished = pb.Finished(index=self.index, completion_tokens=self.tokens)
+        if finish is FinishReason.LENGTH:
+            finished.reason = pb.FINISH_REASON_LENGTH
+            return finished
+        finished.reason = pb.FINISH_REASON_STOP
+        if stop is not None:
+            finished.stop = stop
+        elif finish is FinishReason.EOS:
+            finished.eos_token_id = ids[-1]
+        else:
+            finished.stop_token_id = ids[-1]
+        return finished

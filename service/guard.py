@@ -1,0 +1,104 @@
+"""The interceptor around every RPC: keys, malformed messages, errors as rich statuses, counts by status.
+
+Knows no service. A handler refuses or ends a call by raising ApiError; anything else that escapes it is INTERNAL with a
+generic message, and the story in the log.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from service.auth import Authenticator
+from service.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+# Probes carry no credentials, and learn nothing but a status.
+_OPEN_SERVICE = "/grpc.health.v1.Health/"
+
+MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """One for all RPCs of a process.
+
+    Attributes:
+        calls: (method's name, status code's name) -> how many calls have ended so.
+    """
+
+    def __init__(self, authenticator: Authenticator) -> None:
+        self._authenticator = authenticator
+        self.calls: Counter[tuple[str, str]] = Counter()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[MaybeHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> MaybeHandler:
+        """Wraps the handler of one call."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None  # grpc answers UNIMPLEMENTED
+        method = handler_call_details.method
+        refusal: ApiError | None = None
+        if not method.startswith(_OPEN_SERVICE):
+            try:
+                self._authenticator.caller(handler_call_details.invocation_metadata)
+            except ApiError as error:
+                refusal = error
+        if handler.request_streaming:  # reflection: it has no messages of ours to guard
+            return handler if refusal is None else grpc.stream_stream_rpc_method_handler(self._refuse(method, refusal))
+        behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        wrapped = self._wrap(method, behavior, handler.request_deserializer, refusal)
+        make = (
+            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        return make(wrapped, None, handler.response_serializer)
+
+    def _wrap(
+        self, method: str, behavior: Any, deserialize: Any, refusal: ApiError | None
+    ) -> Callable[[bytes, Context], Awaitable[Any]]:
+        name = method.rpartition("/")[2]
+
+        async def guarded(payload: bytes, context: Context) -> Any:
+            code = "OK"
+            try:
+                if refusal is not None:
+                    raise refusal
+                try:
+                    request = deserialize(payload)
+                except DecodeError as error:  # such as a string that is not UTF-8
+                    text = "the message is not a valid protobuf message of this RPC"
+                    raise ApiError(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE", text) from error
+                return await behavior(request, context)
+            except ApiError as error:
+                code = error.code.name
+                await context.abort(error.code, error.message, error.trailers())
+            except asyncio.CancelledError:
+                code = "CANCELLED"
+                raise
+            except grpc.aio.AbortError:
+                code = context.code().name
+                raise
+            except Exception:  # the one place that turns the unexpected into a status
+                code = "INTERNAL"
+                logger.exception("%s failed", method)
+                error = ApiError(grpc.StatusCode.INTERNAL, "INTERNAL", "internal error; the server's log has more")
+                await context.abort(error.code, error.message, error.trailers())
+            finally:
+                self.calls[name, code] += 1
+
+        return guarded
+
+    def _refuse(self, method: str, refusal: ApiError) -> Callable[[Any, Context], Awaitable[None]]:
+        async def refused(_: Any, context: Context) -> None:
+            self.calls[method.rpartition("/")[2], refusal.code.name] += 1
+            await context.abort(refusal.code, refusal.message, refusal.trailers())
+
+        return refused

@@ -1,0 +1,72 @@
+"""The Generate calls of this process that are open, to be refused, waited for or ended all at once. Knows no RPC."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc
+
+from service.errors import ApiError
+
+
+class LiveCalls:
+    """Admission to, and the end of, the calls of one process.
+
+    Args:
+        timeout: seconds after which a call ends DEADLINE_EXCEEDED (None: never).
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self._timeout = timeout
+        self._scopes: set[asyncio.Timeout] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._refusal: Callable[[], ApiError] | None = None
+        self._end: Callable[[], ApiError] | None = None
+
+    def __len__(self) -> int:
+        return len(self._scopes)
+
+    @asynccontextmanager
+    async def call(self) -> AsyncIterator[None]:
+        """Holds one open call. Raises the ApiError of `refuse` at the start, of `end` at whatever the body awaits."""
+        if self._refusal is not None:
+            raise self._refusal()
+        scope = asyncio.timeout(self._timeout)
+        try:
+            async with scope:
+                self._scopes.add(scope)
+                self._idle.clear()
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            if self._end is not None:
+                raise self._end() from None
+            text = f"the server's limit of {self._timeout:g} s for a request has passed"
+            raise ApiError(grpc.StatusCode.DEADLINE_EXCEEDED, "REQUEST_TIMEOUT", text) from None
+        finally:
+            self._scopes.discard(scope)
+            if not self._scopes:
+                self._idle.set()
+
+    def refuse(self, error: Callable[[], ApiError]) -> None:
+        """New calls are refused from now on; open ones go on."""
+        self._refusal = error
+
+    def end(self, error: Callable[[], ApiError]) -> int:
+        """Refuses new calls and ends every open one, also one that waits for its reader. Returns how many were open."""
+        self._refusal = self._end = error
+        now = asyncio.get_running_loop().time()
+        for scope in self._scopes:
+            if not scope.expired():
+                scope.reschedule(now)
+        return len(self._scopes)
+
+    async def idle(self, seconds: float) -> bool:
+        """Waits until no call is open, that many seconds at most. Whether that came."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,76 @@
+"""What the service knows of the served model: names, tokenizer, template, defaults. No weights, no torch."""
+
+import time
+from collections.abc import Sequence
+
+import grpc
+
+from engine.model.config import GenerationDefaults
+from engine.model.gguf import read_gguf_metadata
+from service.chat_template import ChatTemplate
+from service.config import ServiceConfig
+from service.detokenizer import Detokenizer, StopChecker, TextStream
+from service.errors import ApiError
+from service.prompts import Prompts
+from service.tokenizer import Tokenizer
+from service.validate import Plan
+
+
+class ServedModel:
+    """The text side of one model.
+
+    Args:
+        names: what it may be called; the first is the principal one.
+        prompts: renders and tokenizes.
+        defaults: sampling parameters where a request is silent.
+
+    Attributes:
+        created: Unix seconds at which it was loaded.
+    """
+
+    def __init__(self, names: Sequence[str], prompts: Prompts, defaults: GenerationDefaults) -> None:
+        self.names = tuple(names)
+        self.prompts = prompts
+        self.defaults = defaults
+        self.created = int(time.time())
+
+    @classmethod
+    def load(cls, config: ServiceConfig) -> "ServedModel":
+        """Reads tokenizer, template and generation defaults from the model's files. Raises what their readers raise."""
+        tokenizer = Tokenizer.load(config.tokenizer or config.model)
+        prompts = Prompts(tokenizer, _template(config, tokenizer), config.tokenizer_threads)
+        return cls(config.served_model_names, prompts, GenerationDefaults.load(config.model))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chats can be rendered."""
+        return "default" in self.prompts.template.content_form
+
+    def resolve(self, name: str) -> str:
+        """The name that an answer carries. Raises ApiError NOT_FOUND for a model that is not served."""
+        if not name:
+            return self.names[0]
+        if name not in self.names:
+            text = f"the model {name!r:.200} is not served here; there is {', '.join(self.names)}"
+            raise ApiError(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", text, field="model")
+        return name
+
+    def text_stream(self, plan: Plan, *, after_prompt: bool) -> TextStream:
+        """The text of one sequence, which goes on where the prompt ended or begins anew (a chat's answer)."""
+        return TextStream(
+            Detokenizer(
+                self.prompts.tokenizer, skip_special_tokens=plan.skip_special_tokens, after_prompt=after_prompt
+            ),
+            StopChecker(plan.stop, include_stop=plan.include_stop),
+            min_tokens=plan.params.min_tokens,
+        )
+
+
+def _template(config: ServiceConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    """The operator's own template, else the model's (which may have none: chats are refused then)."""
+    model, special_tokens = config.model, tokenizer.special_tokens
+    if config.chat_template is not None:
+        return ChatTemplate.from_file(config.chat_template, special_tokens)
+    if model.is_dir():
+        return ChatTemplate.from_folder(model, special_tokens)
+    return ChatTemplate.from_gguf(read_gguf_metadata(model), special_tokens, model)

@@ -1,0 +1,156 @@
+"""Prompts to token ids: a chat is checked, rendered and tokenized; all in threads, never on the event loop."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import grpc
+
+from fulcrum.v1 import inference_pb2 as pb
+from service.chat_template import RESERVED, ChatTemplate, TemplateError
+from service.errors import ApiError, Violation, invalid, not_served
+from service.tokenizer import Tokenizer
+from service.validate import Violations
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_T = TypeVar("_T")
+
+
+class Prompts:
+    """Renders and tokenizes in its own threads.
+
+    Args:
+        tokenizer: the model's.
+        template: the model's, or the operator's.
+        threads: how many prompts are worked on at once.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, threads: int) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+
+    async def run(self, work: Callable[[], _T]) -> _T:
+        """Runs `work` in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a plain text. Raises ApiError INVALID_ARGUMENT."""
+        return await self.run(lambda: self._encode(text, "text", add_special_tokens=add_special_tokens))
+
+    async def chat(self, chat: pb.Chat) -> list[int]:
+        """Token ids of a rendered chat. Raises ApiError INVALID_ARGUMENT (TEMPLATE_ERROR), UNIMPLEMENTED."""
+        return await self.run(lambda: self._chat(chat))
+
+    def close(self) -> None:
+        """Lets the threads go."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _chat(self, chat: pb.Chat) -> list[int]:
+        variables = _check_chat(chat)
+        continue_final = chat.continue_final_message
+        add_generation = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continue_final
+        try:
+            text = self.template.render(
+                _messages(chat),
+                add_generation_prompt=add_generation,
+                continue_final_message=continue_final,
+                template_kwargs=variables,
+            )
+        except TemplateError as error:
+            raise _template_error(str(error)) from error
+        return self._encode(text, "chat", add_special_tokens=False)
+
+    def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except ValueError as error:
+            raise invalid([Violation(field, str(error))]) from error
+
+
+def _check_chat(chat: pb.Chat) -> dict[str, Any]:
+    """Raises ApiError naming every bad field. Returns the further variables for the template."""
+    bad = Violations()
+    bad.unless(len(chat.messages) > 0, "chat.messages", "there are none")
+    for number, message in enumerate(chat.messages):
+        where = f"chat.messages[{number}]"
+        bad.unless(
+            message.role in _ROLES, f"{where}.role", f"must be one of {', '.join(_ROLES)}, not {message.role!r:.50}"
+        )
+        for position, part in enumerate(message.content):
+            if part.WhichOneof("part") != "text":
+                kind = part.unsupported or "an empty part"
+                bad.append(Violation(f"{where}.content[{position}]", f"only text is taken, not {kind:.50}"))
+        bad.unless(
+            not message.tool_calls or message.role == "assistant",
+            f"{where}.tool_calls",
+            "only the assistant calls tools",
+        )
+        for position, call in enumerate(message.tool_calls):
+            field = f"{where}.tool_calls[{position}]"
+            bad.unless(bool(call.name), f"{field}.name", "is empty")
+            bad.unless(_parsed_object(call.arguments_json) is not None, f"{field}.arguments_json", "is no JSON object")
+    bad.unless(
+        not (chat.continue_final_message and chat.HasField("add_generation_prompt") and chat.add_generation_prompt),
+        "chat.continue_final_message",
+        "excludes add_generation_prompt",
+    )
+    variables = _parsed_object(chat.template_kwargs_json)
+    bad.unless(variables is not None, "chat.template_kwargs_json", "is no JSON object")
+    for name in variables or {}:
+        bad.unless(
+            name.isidentifier() and name not in RESERVED, "chat.template_kwargs_json", f"{name!r:.50} cannot be set"
+        )
+    bad.check()
+    if chat.tools:
+        raise not_served("chat.tools", "tools are")
+    if chat.HasField("tool_choice"):
+        raise not_served("chat.tool_choice", "tool_choice is")
+    if chat.HasField("parallel_tool_calls"):
+        raise not_served("chat.parallel_tool_calls", "parallel_tool_calls is")
+    return variables or {}
+
+
+def _messages(chat: pb.Chat) -> list[dict[str, Any]]:
+    """The messages as templates know them (OpenAI's shape). A single text is a string, several are a list."""
+    messages: list[dict[str, Any]] = []
+    for message in chat.messages:
+        texts = [part.text for part in message.content]
+        content = "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
+        entry: dict[str, Any] = {"role": message.role, "content": content}
+        if message.name:
+            entry["name"] = message.name
+        if message.tool_calls:
+            entry["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": _parsed_object(call.arguments_json)},
+                }
+                for call in message.tool_calls
+            ]
+        if message.tool_call_id:
+            entry["tool_call_id"] = message.tool_call_id
+        if message.reasoning:
+            entry["reasoning_content"] = message.reasoning
+        messages.append(entry)
+    return messages
+
+
+def _parsed_object(text: str) -> dict[str, Any] | None:
+    """The JSON object in `text` ({} for an empty text), or None where it is none."""
+    if not text:
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _template_error(text: str) -> ApiError:
+    return ApiError(
+        grpc.StatusCode.INVALID_ARGUMENT, "TEMPLATE_ERROR", text or "the template failed", field="chat.messages"
+    )

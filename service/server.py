@@ -1,0 +1,203 @@
+"""The grpc.aio server of one service process: addresses, health, reflection, drain. Knows no prompt and no token."""
+
+import asyncio
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+from grpc_reflection.v1alpha._async import ReflectionServicer
+
+from engine.client import CoreClient
+from fulcrum.v1 import inference_pb2, inference_pb2_grpc
+from service.admin import AdminServicer
+from service.auth import Authenticator
+from service.config import AUTO, ServiceConfig, is_unix, split_address, unix_path
+from service.errors import draining, engine_dead
+from service.guard import Guard
+from service.live import LiveCalls
+from service.metrics import EngineCollector, MetricsServer
+from service.model import ServedModel
+from service.servicer import InferenceServicer
+
+logger = logging.getLogger(__name__)
+
+_SERVICES = inference_pb2.DESCRIPTOR.services_by_name
+INFERENCE: str = _SERVICES["InferenceService"].full_name
+ADMIN: str = _SERVICES["AdminService"].full_name
+HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
+
+# A dead peer is found after this long, and its requests are ended.
+_KEEPALIVE_MS = 30_000
+_KEEPALIVE_TIMEOUT_MS = 20_000
+# What is left after the grace gets this long to hear its status.
+_LAST_WORDS_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class BoundAddresses:
+    """Where a service listens, with the ports that were found; each can be given to a gRPC channel (metrics: HTTP)."""
+
+    address: str
+    admin_address: str | None
+    metrics_address: str | None
+
+
+async def serve(
+    config: ServiceConfig,
+    core: CoreClient,
+    *,
+    ready: Callable[[BoundAddresses], None] | None = None,
+    stop: asyncio.Event,
+) -> None:
+    """Serves until `stop` is set, then drains: NOT_SERVING, nothing new, running calls end within the grace.
+
+    When the core dies, every call ends UNAVAILABLE and health turns NOT_SERVING; the process says so until `stop`.
+
+    Args:
+        config: settings.
+        core: a connected client; stays the caller's to close.
+        ready: called once everything listens.
+        stop: set by the caller (a signal handler) to end it.
+
+    Raises:
+        OSError: an address cannot be bound.
+        Whatever reading the tokenizer, the template and the defaults raises.
+    """
+    loop = asyncio.get_running_loop()
+    model = await asyncio.to_thread(ServedModel.load, config)
+    authenticator = Authenticator(config.api_keys, config.max_priority)
+    guard = Guard(authenticator)
+    live = LiveCalls(config.request_timeout)
+    health = HealthServicer()
+    for service in ("", INFERENCE, ADMIN):
+        await health.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    async with AsyncExitStack() as cleanup:
+        cleanup.callback(model.prompts.close)
+        main = _new_server(config, guard)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+            InferenceServicer(core, model, authenticator, live), main
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(health, main)
+        _add_reflection(main, (INFERENCE, HEALTH))
+        address = _bind(main, config.address, cleanup)
+        await main.start()
+        cleanup.push_async_callback(main.stop, 0)
+
+        admin_address = _admin_address(config, address)
+        if admin_address is not None:
+            admin = _new_server(config, guard)
+            inference_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(core, live), admin)
+            health_pb2_grpc.add_HealthServicer_to_server(health, admin)
+            _add_reflection(admin, (ADMIN, HEALTH))
+            admin_address = _bind(admin, admin_address, cleanup)
+            await admin.start()
+            cleanup.push_async_callback(admin.stop, 0)
+
+        metrics_address = None
+        if config.metrics_port is not None:
+            host = "127.0.0.1" if is_unix(config.address) else split_address(config.address)[0]
+            metrics = MetricsServer(host, config.metrics_port, EngineCollector(core, guard.calls, loop))
+            cleanup.push_async_callback(metrics.close)
+            metrics_address = f"{f'[{host}]' if ':' in host else host}:{metrics.port}"
+
+        watching = asyncio.create_task(_watch_core(core, live, health))
+        cleanup.callback(watching.cancel)
+        if ready is not None:
+            ready(BoundAddresses(address, admin_address, metrics_address))
+        await stop.wait()
+
+        await health.enter_graceful_shutdown()
+        live.refuse(draining)
+        if not await live.idle(config.grace_seconds):
+            logger.warning("the grace of %g s has passed: %d requests are ended", config.grace_seconds, len(live))
+            live.end(draining)
+            await live.idle(_LAST_WORDS_SECONDS)
+
+
+async def _watch_core(core: CoreClient, live: LiveCalls, health: HealthServicer) -> None:
+    """Tells health when the core drains, and everybody when it dies."""
+    await core.state_changed()
+    await health.enter_graceful_shutdown()
+    await core.closed()
+    logger.error("the engine core is gone: %d requests are ended", live.end(engine_dead))
+
+
+def _new_server(config: ServiceConfig, guard: Guard) -> grpc.aio.Server:
+    options: list[tuple[str, Any]] = [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.so_reuseport", int(config.reuse_port)),
+        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A little below what is promised: a ping sent on time may follow its late predecessor closely.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", int(config.min_ping_seconds * 900)),
+    ]
+    return grpc.aio.server(interceptors=(guard,), options=options)
+
+
+def _add_reflection(server: grpc.aio.Server, services: tuple[str, ...]) -> None:
+    """Serves reflection as v1alpha and as v1, whose messages are the same on the wire."""
+    servicer = ReflectionServicer((*services, reflection.SERVICE_NAME))
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers(
+        tuple(
+            grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler})
+            for name in (reflection.SERVICE_NAME, _REFLECTION_V1)
+        )
+    )
+
+
+def _bind(server: grpc.aio.Server, address: str, cleanup: AsyncExitStack) -> str:
+    """Binds, and returns the address with its real port. A Unix socket is its owner's alone. Raises OSError."""
+    if not is_unix(address):
+        try:
+            port = server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}: {error}") from error
+        return f"{address.rpartition(':')[0]}:{port}"
+    path = unix_path(address)
+    earlier = os.umask(0o177)
+    try:
+        server.add_insecure_port(f"unix:{path}")
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}: {error}") from error
+    finally:
+        os.umask(earlier)
+    cleanup.callback(path.unlink, missing_ok=True)
+    return f"unix:{path}"
+
+
+def _admin_address(config: ServiceConfig, address: str) -> str | None:
+    if config.admin_address != AUTO:
+        return config.admin_address
+    if is_unix(address):
+        return f"{address}.admin"
+    return f"unix:{runtime_dir() / f'admin-{split_address(address)[1]}.sock'}"
+
+
+def runtime_dir() -> Path:
+    """A folder of this user's own (0700) for sockets. Raises PermissionError where somebody else has taken its name."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(base) / "fulcrum" if base else Path(tempfile.gettempdir()) / f"fulcrum-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} must be a folder that only user {os.getuid()} may enter")
+    return folder

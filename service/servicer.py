@@ -1,0 +1,185 @@
+"""InferenceService: the life of one call. Knows the engine only through CoreClient; nothing of sockets and health."""
+
+import logging
+import time
+from typing import Any
+
+import grpc
+
+from engine.client import CoreClient, CoreDied, RequestStream
+from engine.messages import RequestStart
+from engine.request import Request, RequestRejected
+from fulcrum.v1 import inference_pb2 as pb
+from fulcrum.v1 import inference_pb2_grpc
+from service.auth import Authenticator
+from service.choice import Choice
+from service.detokenizer import TextStream
+from service.errors import Violation, draining, engine_dead, invalid
+from service.live import LiveCalls
+from service.model import ServedModel
+from service.validate import Plan, Violations, fit, plan, refusal
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Serves one model.
+
+    Args:
+        core: the engine.
+        model: tokenizer, template, defaults and names.
+        authenticator: tells what a caller may ask for.
+        live: the open Generate calls.
+    """
+
+    def __init__(self, core: CoreClient, model: ServedModel, authenticator: Authenticator, live: LiveCalls) -> None:
+        self._core = core
+        self._model = model
+        self._authenticator = authenticator
+        self._live = live
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        """Everything that can be refused is refused before `Accepted`; see the proto for the order of the events."""
+        arrival = time.monotonic()
+        if self._core.draining:
+            raise draining()
+        async with self._live.call():
+            try:
+                await self._generate(request, context, arrival)
+            except CoreDied as error:
+                raise engine_dead() from error
+
+    async def _generate(self, request: pb.GenerateRequest, context: Context, arrival: float) -> None:
+        core, model = self._core, self._model
+        name = model.resolve(request.model)
+        asked = plan(request, core.info, model.defaults, self._authenticator.caller(context.invocation_metadata()))
+        field, prompt = await self._prompt(request)
+        params = fit(asked, prompt, field, core.info)
+        job = Request(
+            request_id=asked.request_id,
+            prompt=tuple(prompt),
+            params=params,
+            priority=asked.priority,
+            salt=asked.salt,
+            bypass_cache=asked.bypass_cache,
+            arrival=arrival,
+        )
+        try:
+            stream = await core.submit(job)
+        except RequestRejected as rejected:
+            raise refusal(rejected, asked.request_id, field) from rejected
+        try:
+            await context.write(pb.GenerateResponse(accepted=pb.Accepted(request_id=asked.request_id, model=name)))
+            choices = [Choice(index, asked, self._text_stream(asked, field)) for index in range(params.n)]
+            usage = await self._stream(stream, job, choices, context)
+            await context.write(pb.GenerateResponse(usage=usage))
+        finally:
+            # Before anything is forgotten. Once the core has ended the request, its id may be another's.
+            if not stream.ended:
+                core.abort_soon(asked.request_id)
+                logger.info("request %s ended early", asked.request_id)
+
+    async def _prompt(self, request: pb.GenerateRequest) -> tuple[str, list[int]]:
+        """The prompt's token ids, and the field that they came from."""
+        field = request.WhichOneof("prompt")
+        if field == "token_ids":
+            return field, list(request.token_ids.ids)
+        if field == "text":
+            return field, await self._model.prompts.text(request.text, add_special_tokens=True)
+        if field == "chat":
+            return field, await self._model.prompts.chat(request.chat)
+        raise invalid([Violation("prompt", "one of text, token_ids and chat is needed")])
+
+    async def _stream(self, stream: RequestStream, job: Request, choices: list[Choice], context: Context) -> pb.Usage:
+        """Writes everything between Accepted and Usage; a write waits for a slow reader, the stream merges."""
+        core, write = self._core, context.write
+        running = len(choices)
+        cached_tokens = 0
+        started = first = 0.0
+        async for event in stream:
+            if isinstance(event, RequestStart):
+                started = time.monotonic()
+                cached_tokens = event.cached_tokens
+                prompt_tokens = len(job.prompt)
+                await write(
+                    pb.GenerateResponse(started=pb.Started(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
+                )
+                continue
+            first = first or time.monotonic()
+            for output in event:
+                choice = choices[output.index]
+                if choice.finish is not None:
+                    continue  # sampled after a stop string had ended it
+                messages = choice.take(output)
+                if choice.finish is not None:
+                    running -= 1
+                    if output.finish is None:  # a stop string
+                        core.end_sequence(job.request_id, choice.index)
+                for message in messages:
+                    await write(message)
+            if not running:
+                break
+        if running:
+            raise RuntimeError(f"the engine ended request {job.request_id} with {running} sequences unfinished")
+        last = time.monotonic()
+        return pb.Usage(
+            prompt_tokens=len(job.prompt),
+            completion_tokens=sum(choice.tokens for choice in choices),
+            cached_tokens=cached_tokens,
+            queue_seconds=started - job.arrival,
+            prefill_seconds=first - started,
+            decode_seconds=last - first,
+        )
+
+    def _text_stream(self, asked: Plan, prompt_field: str) -> TextStream | None:
+        if not asked.text and not asked.stop:
+            return None
+        return self._model.text_stream(asked, after_prompt=prompt_field != "chat")
+
+    # ----------------------------------------------------------------------------------------------- the other RPCs
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """Token ids and bytes of a text or a rendered chat."""
+        self._model.resolve(request.model)
+        prompts = self._model.prompts
+        match request.WhichOneof("prompt"):
+            case "text":
+                special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+                ids = await prompts.text(request.text, add_special_tokens=special)
+            case "chat":
+                ids = await prompts.chat(request.chat)
+            case _:
+                raise invalid([Violation("prompt", "one of text and chat is needed")])
+        token_bytes = await prompts.run(lambda: [prompts.tokenizer.token_bytes(token_id) for token_id in ids])
+        return pb.TokenizeResponse(token_ids=ids, token_bytes=token_bytes, max_model_len=self._core.info.max_model_len)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        """The text of token ids."""
+        self._model.resolve(request.model)
+        bad = Violations()
+        bad.token_ids("token_ids", request.token_ids, self._core.info.vocab_size)
+        bad.check()
+        prompts, ids, skip = self._model.prompts, list(request.token_ids), request.skip_special_tokens
+        text = await prompts.run(lambda: prompts.tokenizer.decode(ids, skip_special_tokens=skip))
+        return pb.DetokenizeResponse(text=text)
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        """What is served, and its limits."""
+        self._model.resolve(request.model)
+        info = self._core.info
+        return pb.GetModelResponse(
+            served_names=self._model.names,
+            architecture=info.architecture,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+            dtype=info.dtype,
+            device=info.device,
+            page_size=info.page_size,
+            kv_pages=info.num_pages,
+            has_chat_template=self._model.has_chat_template,
+            version=info.version,
+            created=self._model.created,
+        )

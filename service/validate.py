@@ -1,0 +1,237 @@
+"""From GenerateRequest to the engine's parameters: every field is checked here, once, and named when it is wrong.
+
+Knows neither tokenizer nor template: what depends on the prompt's length is checked by `fit` after tokenization.
+"""
+
+import math
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import grpc
+
+from engine.messages import CoreInfo
+from engine.model.config import GenerationDefaults
+from engine.request import RejectReason, RequestRejected, SamplingParams
+from fulcrum.v1 import inference_pb2 as pb
+from service.auth import Caller
+from service.errors import ApiError, Violation, draining, invalid, not_served
+
+MAX_N = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1000
+MAX_TOP_LOGPROBS = 20
+MAX_REQUEST_ID_BYTES = 128
+MAX_SALT_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A checked GenerateRequest, all but the prompt.
+
+    Args:
+        params: defaults applied; params.max_tokens means something only after `fit`.
+        max_tokens: None where the request is silent.
+        stop: stop strings.
+        include_stop: leaves the matched stop in the text.
+        text, token_ids: what the deltas carry.
+    """
+
+    request_id: str
+    params: SamplingParams
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    include_stop: bool
+    text: bool
+    token_ids: bool
+    skip_special_tokens: bool
+    priority: int
+    salt: str
+    bypass_cache: bool
+
+
+class Violations(list[Violation]):
+    """Gathers the bad fields of one request."""
+
+    def unless(self, good: bool, field: str, description: str) -> None:
+        """Adds a violation unless `good`."""
+        if not good:
+            self.append(Violation(field, description))
+
+    def number(self, field: str, value: float, low: float, high: float, *, above: bool = False) -> None:
+        """Adds a violation unless `value` is finite and in [low, high] (in (low, high] with `above`)."""
+        good = math.isfinite(value) and (low < value if above else low <= value) and value <= high
+        self.unless(good, field, f"must be in {'(' if above else '['}{low:g}, {high:g}], not {value:g}")
+
+    def token_ids(self, field: str, ids: Iterable[int], vocab_size: int) -> None:
+        """Adds a violation for the first id that is out of the vocabulary."""
+        for position, token_id in enumerate(ids):
+            if token_id >= vocab_size:
+                place = f"{field}[{position}]"
+                self.append(Violation(place, f"token id {token_id} is out of the vocabulary of {vocab_size}"))
+                return
+
+    def check(self) -> None:
+        """Raises ApiError INVALID_ARGUMENT when anything was added."""
+        if self:
+            raise invalid(self)
+
+
+def plan(request: pb.GenerateRequest, info: CoreInfo, defaults: GenerationDefaults, caller: Caller) -> Plan:
+    """Checks everything that does not depend on the prompt's length.
+
+    Raises ApiError: INVALID_ARGUMENT naming every bad field, UNIMPLEMENTED, PERMISSION_DENIED.
+    """
+    bad = Violations()
+    bad.unless(
+        len(request.request_id.encode()) <= MAX_REQUEST_ID_BYTES and request.request_id.isprintable(),
+        "request_id",
+        f"must be printable and of at most {MAX_REQUEST_ID_BYTES} bytes",
+    )
+    params = _sampling(request, info, defaults, bad)
+    stopping, output = request.stopping, request.output
+    _check_stopping(stopping, info, bad)
+    for field in ("top_logprobs", "prompt_logprobs"):
+        if output.HasField(field):
+            bad.number(f"output.{field}", getattr(output, field), 0, MAX_TOP_LOGPROBS)
+    bad.unless(
+        len(request.cache.salt.encode()) <= MAX_SALT_BYTES, "cache.salt", f"must be of at most {MAX_SALT_BYTES} bytes"
+    )
+    bad.check()
+    _refuse_unserved(request)
+    if caller.max_priority is not None and request.priority > caller.max_priority:
+        raise ApiError(
+            grpc.StatusCode.PERMISSION_DENIED,
+            "PRIORITY_TOO_HIGH",
+            f"priority {request.priority} is above this caller's limit of {caller.max_priority}",
+            field="priority",
+        )
+    return Plan(
+        request_id=request.request_id or uuid.uuid4().hex,
+        params=params,
+        max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
+        stop=tuple(dict.fromkeys(stopping.stop)),
+        include_stop=stopping.include_stop,
+        text=output.text if output.HasField("text") else True,
+        token_ids=output.token_ids,
+        skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else True,
+        priority=request.priority,
+        salt=request.cache.salt,
+        bypass_cache=request.cache.bypass,
+    )
+
+
+def fit(plan: Plan, prompt: Sequence[int], prompt_field: str, info: CoreInfo) -> SamplingParams:
+    """The parameters with max_tokens settled, for a prompt of these token ids.
+
+    Raises ApiError INVALID_ARGUMENT: prompt empty, out of the vocabulary, or beyond the window with its completion.
+    """
+    bad = Violations()
+    bad.unless(len(prompt) > 0, prompt_field, "the prompt is empty")
+    bad.token_ids(f"{prompt_field}.ids" if prompt_field == "token_ids" else prompt_field, prompt, info.vocab_size)
+    bad.check()
+    room = info.max_model_len - len(prompt)
+    max_tokens = room if plan.max_tokens is None else plan.max_tokens
+    if room < 1 or max_tokens > room:
+        wanted = f" and max_tokens {plan.max_tokens}" if plan.max_tokens is not None else ""
+        numbers = {"prompt_tokens": len(prompt), "max_tokens": plan.max_tokens, "max_model_len": info.max_model_len}
+        raise ApiError(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "CONTEXT_LENGTH_EXCEEDED",
+            f"the model's window is {info.max_model_len} tokens, but the prompt has {len(prompt)}{wanted}",
+            field=prompt_field if room < 1 else "stopping.max_tokens",
+            metadata={name: str(number) for name, number in numbers.items() if number is not None},
+        )
+    bad.unless(
+        plan.params.min_tokens <= max_tokens,
+        "stopping.min_tokens",
+        f"{plan.params.min_tokens} is more than the {max_tokens} tokens that may be generated",
+    )
+    bad.check()
+    return replace(plan.params, max_tokens=max_tokens)
+
+
+def refusal(rejected: RequestRejected, request_id: str, prompt_field: str) -> ApiError:
+    """The engine's refusal as a status."""
+    code, text = grpc.StatusCode, str(rejected)
+    match rejected.reason:
+        case RejectReason.DUPLICATE_ID:
+            text = f"a request with id {request_id!r} is live"
+            return ApiError(code.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID", text, field="request_id")
+        case RejectReason.TOO_LARGE:
+            return ApiError(code.INVALID_ARGUMENT, "KV_EXHAUSTED", text, field=prompt_field)
+        case RejectReason.QUEUE_FULL:
+            return ApiError(code.RESOURCE_EXHAUSTED, "QUEUE_FULL", text, retry_after=1.0)
+        case RejectReason.DRAINING:
+            return draining()
+        case RejectReason.INVALID:
+            return ApiError(code.INVALID_ARGUMENT, "INVALID_PARAMETER", text, field=rejected.field or prompt_field)
+
+
+def _sampling(
+    request: pb.GenerateRequest, info: CoreInfo, defaults: GenerationDefaults, bad: Violations
+) -> SamplingParams:
+    given, stopping = request.sampling, request.stopping
+
+    def chosen(field: str, default: float) -> float:
+        value: float = getattr(given, field) if given.HasField(field) else default  # type: ignore[arg-type]
+        return value
+
+    temperature = chosen("temperature", defaults.temperature)
+    top_p = chosen("top_p", defaults.top_p)
+    min_p = chosen("min_p", defaults.min_p)
+    repetition = chosen("repetition_penalty", defaults.repetition_penalty)
+    bad.number("sampling.temperature", temperature, 0, 2)
+    bad.number("sampling.top_p", top_p, 0, 1, above=True)
+    bad.number("sampling.min_p", min_p, 0, 1)
+    bad.number("sampling.repetition_penalty", repetition, 0, 2, above=True)
+    bad.number("sampling.presence_penalty", given.presence_penalty, -2, 2)
+    bad.number("sampling.frequency_penalty", given.frequency_penalty, -2, 2)
+    bad.token_ids("sampling.logit_bias", given.logit_bias, info.vocab_size)
+    for token_id, bias in given.logit_bias.items():
+        bad.number(f"sampling.logit_bias[{token_id}]", bias, -100, 100)
+    n = request.n if request.HasField("n") else 1
+    bad.number("n", n, 1, min(MAX_N, info.max_num_seqs))
+    return SamplingParams(
+        temperature=temperature,
+        top_k=min(int(chosen("top_k", defaults.top_k)), info.vocab_size),
+        top_p=top_p,
+        min_p=min_p,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        repetition_penalty=repetition,
+        seed=given.seed if given.HasField("seed") else None,
+        logit_bias=dict(given.logit_bias),
+        min_tokens=stopping.min_tokens,
+        stop_token_ids=tuple(dict.fromkeys(stopping.stop_token_ids)),
+        ignore_eos=stopping.ignore_eos,
+        n=n,
+    )
+
+
+def _check_stopping(stopping: pb.StoppingCriteria, info: CoreInfo, bad: Violations) -> None:
+    if stopping.HasField("max_tokens"):
+        bad.unless(stopping.max_tokens >= 1, "stopping.max_tokens", "must be at least 1")
+        bad.unless(
+            stopping.min_tokens <= stopping.max_tokens,
+            "stopping.min_tokens",
+            f"{stopping.min_tokens} is more than max_tokens, {stopping.max_tokens}",
+        )
+    count = len(stopping.stop)
+    bad.unless(count <= MAX_STOP_STRINGS, "stopping.stop", f"{count} are given; at most {MAX_STOP_STRINGS} are taken")
+    for position, stop in enumerate(stopping.stop[:MAX_STOP_STRINGS]):
+        bad.unless(
+            0 < len(stop) <= MAX_STOP_CHARACTERS,
+            f"stopping.stop[{position}]",
+            f"must have 1 to {MAX_STOP_CHARACTERS} characters, not {len(stop)}",
+        )
+    bad.token_ids("stopping.stop_token_ids", stopping.stop_token_ids, info.vocab_size)
+
+
+def _refuse_unserved(request: pb.GenerateRequest) -> None:
+    constraint = request.WhichOneof("constraint")
+    if constraint is not None:
+        raise not_served(constraint, f"constrained generation ({constraint}) is")
+    for field in ("top_logprobs", "prompt_logprobs"):
+        if request.output.HasField(field):  # type: ignore[arg-type]
+            raise not_served(f"output.{field}", "logprobs are")
