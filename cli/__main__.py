@@ -1,0 +1,6 @@
+"""`python -m cli` is the `fulcrum` command."""
+
+from cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What a person reads when it serves: addresses, settings, and lines to paste. Knows the facts it is given."""
+
+import json
+import shlex
+
+from cli.report import EngineReport
+from cli.settings import Params
+
+_BEARER = ' -H "Authorization: Bearer $FULCRUM_API_KEY"'
+_SETTINGS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "scheduler",
+    "prefix_cache",
+    "chunked_prefill",
+    "service_workers",
+)
+
+
+def engine_banner(report: EngineReport, params: Params, name: str, *, with_key: bool) -> str:
+    """For an engine alone."""
+    return "\n".join((*_head(report, params, name), "", _grpcurl(report.address, with_key=with_key)))
+
+
+def gateway_banner(address: str, engines: tuple[str, ...]) -> str:
+    """For a gateway alone."""
+    return f"Fulcrum gateway\n  OpenAI API  http://{reachable(address)}/v1\n  engines     {', '.join(engines)}"
+
+
+def serve_banner(report: EngineReport, gateway: str, params: Params, name: str, *, with_key: bool) -> str:
+    """For both together."""
+    url = f"http://{reachable(gateway)}/v1"
+    headers = f"-H 'Content-Type: application/json'{_BEARER if with_key else ''}"
+    body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
+    return "\n".join(
+        (
+            *_head(report, params, name, f"  OpenAI API  {url}"),
+            "",
+            f"  curl {url}/chat/completions {headers} -d {shlex.quote(json.dumps(body))}",
+            _grpcurl(report.address, with_key=with_key),
+            "",
+            "Ctrl-C ends it, when running requests are done.",
+        )
+    )
+
+
+def reachable(address: str) -> str:
+    """The address as a client on this machine writes it: 0.0.0.0 and [::] are no places to call."""
+    host, _, port = address.rpartition(":")
+    return f"{ {'0.0.0.0': '127.0.0.1', '[::]': '[::1]'}.get(host, host) }:{port}"
+
+
+def _head(report: EngineReport, params: Params, name: str, *addresses: str) -> list[str]:
+    tokens = report.num_pages * report.page_size
+    settings = ", ".join(f"{key.replace('_', '-')} {_text(params[key])}" for key in _SETTINGS)
+    lines = [f"Fulcrum serves {name}", *addresses, f"  gRPC        {report.address}"]
+    lines += [f"  admin       {report.admin_address}"] if report.admin_address else []
+    lines += [f"  metrics     http://{reachable(report.metrics_address)}/metrics"] if report.metrics_address else []
+    return [
+        *lines,
+        f"  model       {report.architecture}, {report.dtype} on {report.device}",
+        f"  window      {report.max_model_len:,} tokens",
+        f"  KV cache    {tokens:,} tokens ({report.num_pages:,} pages of {report.page_size})",
+        f"  settings    {settings}",
+    ]
+
+
+def _grpcurl(address: str, *, with_key: bool) -> str:
+    body = {"chat": {"messages": [{"role": "user", "content": [{"text": "Hello!"}]}]}}
+    target = f"{reachable(address)} fulcrum.v1.InferenceService/Generate"
+    return f"  grpcurl -plaintext{_BEARER if with_key else ''} -d {shlex.quote(json.dumps(body))} {target}"
+
+
+def _text(value: object) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)

@@ -1,0 +1,124 @@
+"""`fulcrum engine`: the core process and the gRPC service around it. Knows how they start and end, not what they do."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from cli.child import STOP_SECONDS, Child, ChildDied
+from cli.report import EngineReport
+from cli.signals import Stopped, StopSignals, first, unless
+from engine.client import CoreClient, CoreDied
+from engine.config import EngineConfig
+from engine.process import CoreProcess
+from service.config import ServiceConfig
+from service.server import BoundAddresses, serve
+
+CORE = "engine core"
+
+Ready = Callable[[EngineReport], None]
+
+
+async def run_engine(
+    config: EngineConfig,
+    service: ServiceConfig,
+    *,
+    ready: Ready,
+    workers: Sequence[Sequence[str]],
+    variables: Mapping[str, str],
+) -> None:
+    """Serves until a signal, then drains.
+
+    Args:
+        config: the core's settings.
+        service: the service's settings.
+        ready: called once everything listens and health is SERVING.
+        workers: command lines of the processes that serve instead of this one; empty: this one serves.
+        variables: environment variables for these, which carry their secrets.
+
+    Raises:
+        ModelError: the model cannot be served.
+        OSError: an address cannot be bound.
+        ChildDied: a process ended that should not have.
+    """
+    signals = StopSignals()
+    with contextlib.suppress(Stopped):
+        async with contextlib.AsyncExitStack() as stack:
+            start = CoreProcess.start(config, progress=sys.stderr.isatty())
+            core = await unless(stack.enter_async_context(start), signals.stopped())
+            if workers:
+                lines = [(*line, f"--core={core.socket}") for line in workers]
+                await _run_workers(lines, variables, core, grace=service.grace_seconds, signals=signals, ready=ready)
+                return
+            try:
+                await serve_core(service, core.socket, ready, signals)
+            except CoreDied as error:
+                raise ChildDied(CORE, await core.wait()) from error
+
+
+async def _run_workers(
+    lines: Sequence[Sequence[str]],
+    variables: Mapping[str, str],
+    core: CoreProcess,
+    *,
+    grace: float,
+    signals: StopSignals,
+    ready: Ready,
+) -> None:
+    """Runs the service processes of a core until a signal."""
+    workers: list[Child] = []
+    try:
+        for number, line in enumerate(lines):
+            workers.append(await Child.start(f"service worker {number}", line, variables))
+        reports = await unless(asyncio.gather(*(worker.ready() for worker in workers)), signals.stopped(), _ended(core))
+        ready(EngineReport(**reports[0]))
+        await unless(signals.stopped(), _ended(core), *(worker.died() for worker in workers))
+    finally:
+        await asyncio.gather(*(worker.stop(grace + STOP_SECONDS, signals.hurry) for worker in workers))
+
+
+async def _ended(core: CoreProcess) -> NoReturn:
+    raise ChildDied(CORE, await core.wait())
+
+
+async def serve_core(service: ServiceConfig, core: Path, ready: Ready, signals: StopSignals | None = None) -> None:
+    """Serves a running core from this process until a signal, then drains; a second signal cuts the drain short.
+
+    Raises: CoreDied, OSError.
+    """
+    signals = signals or StopSignals()
+    client = await CoreClient.connect(core)
+
+    def report(bound: BoundAddresses) -> None:
+        info = client.info
+        ready(
+            EngineReport(
+                bound.address,
+                bound.admin_address,
+                bound.metrics_address,
+                info.architecture,
+                info.dtype,
+                info.device,
+                info.max_model_len,
+                info.page_size,
+                info.num_pages,
+            )
+        )
+
+    stop = asyncio.Event()
+    serving = asyncio.create_task(serve(service, client, ready=report, stop=stop))
+    try:
+        await first(serving, client.closed(), signals.drain.wait())
+        died = not serving.done() and not signals.drain.is_set()
+        stop.set()  # after a death too: the service tells every caller, then ends
+        await first(serving, signals.hurry.wait())
+        if serving.done():
+            serving.result()
+        if died:
+            raise CoreDied("the engine core is gone")
+    finally:
+        serving.cancel()
+        await asyncio.wait((serving,))
+        await client.close()

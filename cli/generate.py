@@ -1,0 +1,66 @@
+"""`fulcrum generate`: one answer in the terminal, from an engine in this process.
+
+Prompt, defaults, limits and text are the service's own, so that the answer is the one that a server would give.
+"""
+
+import asyncio
+import dataclasses
+import sys
+
+import click
+
+from cli import settings
+from cli.requests import chat_request, message, text_request
+from cli.run import Failed, clear_errors
+from cli.settings import Params
+from engine.hub import resolve_model
+from engine.llm import LLM
+from engine.messages import SequenceOutput
+from engine.request import RequestRejected
+from service.auth import Caller
+from service.choice import Choice
+from service.config import ServiceConfig
+from service.errors import ApiError
+from service.model import ServedModel
+from service.validate import fit, plan
+
+
+def generate_text(text: str, params: Params) -> None:
+    """Streams the answer to standard output. Raises Failed, ConfigError."""
+    progress = sys.stderr.isatty()
+    with clear_errors():
+        path = resolve_model(params["model"], revision=params["revision"], progress=progress)
+        config = settings.engine_config(params, path)
+        served = ServedModel.load(
+            ServiceConfig(
+                model=path,
+                served_model_names=settings.served_names(params),
+                chat_template=params["chat_template"],
+                tokenizer=params["tokenizer"],
+            )
+        )
+        further = {each.name: getattr(config, each.name) for each in dataclasses.fields(config) if each.name != "model"}
+        llm = LLM(path, progress=progress, **further)
+    try:
+        _stream(text, params, served, llm)
+    except (ApiError, RequestRejected) as error:
+        raise Failed(str(error)) from error
+    finally:
+        served.prompts.close()
+
+
+def _stream(text: str, params: Params, served: ServedModel, llm: LLM) -> None:
+    request = text_request(text, params) if params["raw"] else chat_request([message("user", text)], params)
+    asked = plan(request, llm.info, served.defaults, Caller(max_priority=None))
+    if params["raw"]:
+        prompt = asyncio.run(served.prompts.text(text, add_special_tokens=True))
+    else:
+        prompt = asyncio.run(served.prompts.chat(request.chat))
+    sampling = fit(asked, prompt, "text" if params["raw"] else "chat", llm.info)
+    choice = Choice(0, asked, served.text_stream(asked, after_prompt=params["raw"]))
+    for piece in llm.stream(prompt, sampling):
+        for response in choice.take(SequenceOutput("", piece.index, piece.token_ids, piece.finish)):
+            click.echo(response.delta.text, nl=False)
+        if choice.finish is not None:  # a stop string may end it before the engine does
+            break
+    click.echo()

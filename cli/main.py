@@ -1,0 +1,148 @@
+"""The `fulcrum` command: its commands and their options. A room is imported only by the command that needs it."""
+
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cli import options
+
+# In a child: tells the parent where it serves, and ends when the parent does.
+_supervised = click.option("--supervised", is_flag=True, hidden=True)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(version("fulcrum-llm"), prog_name="fulcrum")
+def main() -> None:
+    """An LLM inference service: a streaming gRPC engine, and a gateway that speaks OpenAI's API.
+
+    MODEL is a folder in Hugging Face layout, a GGUF file or a hub id; without one, SmolLM2-135M-Instruct is
+    fetched once. Every option can also be given by the variable that its help names.
+    """
+
+
+@main.command()
+@options.model
+@options.together(
+    options.host,
+    options.http_port,
+    options.grpc_port,
+    options.api_keys,
+    options.model_files,
+    options.engine_settings,
+    options.service_settings,
+    options.gateway_settings,
+    options.request_timeout,
+    options.grace,
+    options.log_level,
+)
+def serve(**params: Any) -> None:
+    """Run an engine and a gateway together.
+
+    Ctrl-C ends both when running requests are done; a second one ends them at once.
+    """
+    from cli.run import serve_both
+
+    serve_both(params, engine, gateway)
+
+
+@main.command()
+@options.model
+@options.together(
+    options.host,
+    options.grpc_port,
+    options.api_keys,
+    options.model_files,
+    options.engine_settings,
+    options.service_settings,
+    options.request_timeout,
+    options.grace,
+    options.log_level,
+)
+@_supervised
+def engine(**params: Any) -> None:
+    """Run the engine alone: a gRPC server around one model."""
+    from cli.run import serve_engine
+
+    serve_engine(params, service_worker)
+
+
+@main.command(hidden=True)
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--core", type=click.Path(path_type=Path), required=True)
+@click.option("--admin/--no-admin", default=True)
+@options.together(
+    options.host,
+    options.grpc_port,
+    options.api_keys,
+    options.model_files,
+    options.service_settings,
+    options.request_timeout,
+    options.grace,
+    options.log_level,
+)
+@_supervised
+def service_worker(**params: Any) -> None:
+    """Run one of several service processes of an engine; started by `fulcrum engine`."""
+    from cli.run import serve_worker
+
+    serve_worker(params)
+
+
+@main.command()
+@options.option(
+    "--engine", default="127.0.0.1:50051", metavar="HOST:PORT[,...]", help="Engine servers, all of the same model."
+)
+@options.option("--engine-key", help="Key that this gateway shows to the engines.")
+@options.together(
+    options.host,
+    options.http_port,
+    options.api_keys,
+    options.gateway_settings,
+    options.request_timeout,
+    options.grace,
+    options.log_level,
+)
+@_supervised
+def gateway(**params: Any) -> None:
+    """Run the gateway alone: OpenAI's API over HTTP, in front of running engines."""
+    from cli.run import serve_gateway
+
+    serve_gateway(params)
+
+
+@main.command()
+@click.argument("prompt", required=False)
+@options.option("--model", help="Folder, GGUF file or hub id.  [default: SmolLM2-135M-Instruct]")
+@options.option("--raw/--chat", default=False, help="Continue the prompt as it is, without the chat template.")
+@options.together(options.sampling, options.model_files, options.engine_settings)
+def generate(prompt: str | None, **params: Any) -> None:
+    """Answer PROMPT (or what standard input holds) in the terminal, without a server."""
+    from cli.generate import generate_text
+
+    generate_text(sys.stdin.read() if prompt in (None, "-") else str(prompt), params)
+
+
+@main.command()
+@options.option("--address", default="127.0.0.1:50051", help="HOST:PORT of a running engine (its gRPC port).")
+@options.option("--api-key", help="Key that the engine wants.")
+@options.sampling
+def chat(**params: Any) -> None:
+    """Chat with a running server.
+
+    Each line of standard input is a turn. /reset forgets the conversation, /exit ends it; Ctrl-C stops an answer.
+    """
+    from cli.chat import run_chat
+
+    run_chat(params)
+
+
+@main.command("version")
+def show_version() -> None:
+    """Show the versions of Fulcrum and of what it stands on."""
+    from cli.versions import versions
+
+    for name, number in versions():
+        click.echo(f"{name} {number}")

@@ -1,0 +1,152 @@
+"""The options that several commands share. Every one can also be given by its FULCRUM_… variable.
+
+Knows no room's settings: values are checked where the rooms' own records are made.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+Decorator = Callable[[Command], Command]
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+class Budget(click.ParamType[int | float]):
+    """Bytes ("2GiB", "1500000000") as an int, or a fraction ("0.9", "90%") as a float in (0, 1]."""
+
+    name = "bytes|fraction"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
+        """Fails, naming the option, where the text is neither."""
+        if isinstance(value, int | float):
+            return value
+        text = str(value).strip().lower()
+        digits = text.rstrip("abcdefghijklmnopqrstuvwxyz% ")
+        unit = text[len(digits) :].strip()
+        try:
+            number = float(digits)
+        except ValueError:
+            self.fail(f"{value!r} is neither bytes (2GiB) nor a fraction (0.9)", param, ctx)
+        if unit == "%":
+            number, unit = number / 100, ""
+        elif unit not in _UNITS:
+            self.fail(f"{value!r}: unknown unit {unit!r} (one of KiB, MiB, GiB, KB, MB, GB, %)", param, ctx)
+        if unit == "" and number <= 1:
+            if number <= 0:
+                self.fail(f"{value!r} must be above 0", param, ctx)
+            return number
+        if text.endswith("%"):
+            self.fail(f"{value!r} is more than there is", param, ctx)
+        return int(number * _UNITS[unit])
+
+
+def option(name: str, **settings: Any) -> Decorator[Any]:
+    """A click option that FULCRUM_NAME also sets (several values: separated by blanks) and whose help says so."""
+    variable = "FULCRUM_" + name.partition("/")[0].removeprefix("--").replace("-", "_").upper()
+    return click.option(name, envvar=variable, show_envvar=True, **{"show_default": True} | settings)
+
+
+def together(*decorators: Decorator[Any]) -> Decorator[Any]:
+    """One decorator out of several; the help lists their options in this order."""
+    return lambda command: reduce(lambda inner, outer: outer(inner), reversed(decorators), command)
+
+
+existing_file = click.Path(exists=True, dir_okay=False, path_type=Path)
+port = click.IntRange(0, 65535)
+
+model = click.argument("model", required=False, envvar="FULCRUM_MODEL")
+host = option("--host", default="127.0.0.1", help="Address to listen on. Anything but loopback needs an API key.")
+http_port = option("--port", default=8000, type=port, help="Port of the OpenAI API (0: any free one).")
+grpc_port = option("--grpc-port", default=50051, type=port, help="Port of the gRPC API (0: any free one).")
+log_level = option(
+    "--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]), help="Least level logged."
+)
+request_timeout = option(
+    "--request-timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds after which a request is ended."
+)
+# Never passed on in a command line, which other users of the machine can read.
+api_keys = together(
+    option("--api-key", multiple=True, help="Key that callers must bring (several may be given). Prefer the variable."),
+    option("--api-key-file", type=existing_file, help="File with one key a line; '#' begins a comment."),
+)
+grace = option(
+    "--grace", default=30.0, type=click.FloatRange(min=0), help="Seconds that running requests get when it ends."
+)
+
+model_files = together(
+    option("--revision", help="Branch, tag or commit of a hub model."),
+    option("--tokenizer", type=click.Path(exists=True, path_type=Path), help="Folder or file, instead of the model's."),
+    option("--chat-template", type=existing_file, help="Jinja file, instead of the model's chat template."),
+)
+
+engine_settings = together(
+    option("--load-format", default="auto", type=click.Choice(["auto", "dummy"]), help="dummy: seeded random weights."),
+    option(
+        "--dtype",
+        default="auto",
+        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        help="auto: bfloat16 where the device computes it natively, else float32.",
+    ),
+    option("--device", default="auto", help="cpu, cuda, cuda:1, ... auto: cuda where there is one."),
+    option(
+        "--memory-budget",
+        type=Budget(),
+        help="Bytes (2GiB) or a fraction (0.9): on CUDA for everything, on the CPU for the KV pool (2GiB if unset).",
+    ),
+    option(
+        "--max-model-len", type=int, help="Longest prompt and completion together, in tokens.  [default: the model's]"
+    ),
+    option("--page-size", default=16, type=int, help="Tokens in a page of the KV pool."),
+    option("--max-num-seqs", default=256, type=int, help="Most sequences in one step."),
+    option("--max-num-batched-tokens", default=2048, type=int, help="Token budget of one step."),
+    option(
+        "--scheduler",
+        default="continuous",
+        type=click.Choice(["continuous", "static"]),
+        help="static: the naive baseline, kept to measure against.",
+    ),
+    option("--prefix-cache/--no-prefix-cache", default=True, help="Share the pages of equal prefixes."),
+    option(
+        "--chunked-prefill/--no-chunked-prefill", default=True, help="Compute long prompts beside decodes, in pieces."
+    ),
+    option("--logits-processor", multiple=True, metavar="PKG.MOD:CLASS", help="Applied to the logits, in order."),
+    option("--threads", type=int, help="Torch threads on the CPU.  [default: the cores at hand]"),
+)
+
+service_settings = together(
+    option(
+        "--served-model-name", multiple=True, help="What requests may call the model; the first is the principal one."
+    ),
+    option(
+        "--admin-address", help="HOST:PORT (needs a key) or unix:/PATH.  [default: a Unix socket of the user's own]"
+    ),
+    option("--metrics-port", type=port, help="Serves the engine's Prometheus metrics here.  [default: not served]"),
+    option("--max-priority", type=int, help="Highest priority that callers may ask for.  [default: any; 0 with keys]"),
+    option("--service-workers", default=1, type=click.IntRange(min=1), help="Processes that share the gRPC port."),
+)
+
+gateway_settings = together(
+    option("--workers", default=1, type=click.IntRange(min=1), help="Gateway processes that share the HTTP port."),
+    option("--cors-origin", multiple=True, help="Origin that browsers may call from (several may be given; * is any)."),
+    option("--access-log/--no-access-log", default=False, help="Log a line for each HTTP request."),
+)
+
+# For commands that answer in the terminal.
+sampling = together(
+    option("--system", metavar="TEXT", help="System prompt."),
+    option(
+        "--max-tokens", type=click.IntRange(min=1), help="Most tokens to generate.  [default: what the window holds]"
+    ),
+    option("--temperature", type=float, help="0 is greedy.  [default: the model's]"),
+    option("--top-p", type=float, help="Keep the likeliest tokens up to this probability.  [default: the model's]"),
+    option(
+        "--top-k", type=click.IntRange(min=0), help="Keep this many of the likeliest tokens.  [default: the model's]"
+    ),
+    option("--seed", type=click.IntRange(min=0), help="Same seed, same answer."),
+    option("--stop", multiple=True, help="Ends the answer (several may be given)."),
+)

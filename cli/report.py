@@ -1,0 +1,23 @@
+"""The facts that an engine reports when it serves: to its supervisor as JSON, to a person in a banner."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """Where an engine serves, and what. EngineReport(**report.to_json()) is the same again."""
+
+    address: str
+    admin_address: str | None
+    metrics_address: str | None
+    architecture: str
+    dtype: str
+    device: str
+    max_model_len: int
+    page_size: int
+    num_pages: int
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return asdict(self)

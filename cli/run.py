@@ -1,0 +1,159 @@
+"""What the serving commands do: settings out of options, errors into one line and an exit status, then serve."""
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+from cli import banner, logs, settings
+from cli.child import ChildDied, Parent
+from cli.report import EngineReport
+from cli.settings import Params
+
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
+
+class Failed(click.ClickException):
+    """It could not be done: one line, exit status 1."""
+
+
+def serve_both(params: Params, engine: click.Command, gateway: click.Command) -> None:
+    """`fulcrum serve`."""
+    from cli.serve import run_both
+
+    settings.engine_config(params, Path())
+    keys = settings.service_config(params, Path(), grpc_port=params["grpc_port"]).api_keys
+    settings.gateway_config(params, ("127.0.0.1:1",))
+    settings.check_port(params["host"], params["port"], "--port")
+    settings.check_port(params["host"], params["grpc_port"], "--grpc-port")
+    # A key of the gateway's own, so that the engine can tell it from its users.
+    own = (secrets.token_urlsafe(32),) if keys else ()
+
+    def ready(report: EngineReport, address: str) -> None:
+        name = settings.served_names(params)[0]
+        click.echo(banner.serve_banner(report, address, params, name, with_key=bool(keys)))
+
+    work = run_both(
+        settings.child_arguments(engine, params),
+        lambda address: settings.child_arguments(gateway, params, engine=banner.reachable(address)),
+        engine_variables=settings.key_variables((*keys, *own)),
+        gateway_variables=settings.key_variables(keys, *own),
+        grace=params["grace"],
+        ready=ready,
+    )
+    _run(work)
+
+
+def serve_engine(params: Params, service_worker: click.Command) -> None:
+    """`fulcrum engine`."""
+    parent = Parent() if params["supervised"] else None
+    from cli.engine import run_engine
+    from engine.hub import resolve_model
+
+    logs.configure(params["log_level"], "engine")
+    count, port = params["service_workers"], params["grpc_port"]
+    settings.engine_config(params, Path())
+    settings.service_config(params, Path(), grpc_port=port)
+    with settings.reserved_port(params["host"], port, shared=count > 1) as port, clear_errors():
+        model = resolve_model(params["model"], revision=params["revision"], progress=sys.stderr.isatty())
+        service = settings.service_config(params, model, grpc_port=port)
+        names = service.served_model_names
+
+        def ready(report: EngineReport) -> None:
+            if parent is not None:
+                parent.report(report.to_json())
+            else:
+                click.echo(banner.engine_banner(report, params, names[0], with_key=bool(service.api_keys)))
+
+        def worker(number: int) -> list[str]:
+            metrics_port = params["metrics_port"] if number == 0 else None
+            changed = {"model": model, "grpc_port": port, "served_model_name": names, "metrics_port": metrics_port}
+            return settings.child_arguments(service_worker, params, admin=number == 0, **changed)
+
+        work = run_engine(
+            settings.engine_config(params, model),
+            service,
+            ready=ready,
+            workers=[worker(number) for number in range(count)] if count > 1 else (),
+            variables=settings.key_variables(service.api_keys),
+        )
+        _run(work, _fast_loop())
+
+
+def serve_worker(params: Params) -> None:
+    """`fulcrum service-worker`."""
+    parent = Parent() if params["supervised"] else None
+    from cli.engine import serve_core
+
+    logs.configure(params["log_level"], "service")
+    service = settings.service_config(params, params["model"], grpc_port=params["grpc_port"], admin=params["admin"])
+
+    def ready(report: EngineReport) -> None:
+        if parent is not None:
+            parent.report(report.to_json())
+
+    with clear_errors():
+        _run(serve_core(service, params["core"], ready), _fast_loop())
+
+
+def serve_gateway(params: Params) -> None:
+    """`fulcrum gateway`."""
+    parent = Parent() if params["supervised"] else None
+    from gateway.server import serve
+
+    logs.configure(params["log_level"], "gateway")
+    engines = tuple(address.strip() for address in params["engine"].split(","))
+    config = settings.gateway_config(params, engines)
+    settings.check_port(params["host"], params["port"], "--port")
+
+    def bound(host: str, port: int) -> None:
+        address = settings.join_address(host, port)
+        if parent is not None:
+            parent.report({"address": address})
+        else:
+            click.echo(banner.gateway_banner(address, engines))
+
+    # Before and after the server has its own handlers, both signals mean: end, all is well.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _exit)
+    with clear_errors():
+        serve(config, bound)
+
+
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(0)
+
+
+def _run(work: Coroutine[Any, Any, None], loop_factory: LoopFactory | None = None) -> None:
+    """Runs the work. Raises Failed where a process of ours has ended."""
+    try:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(work)
+    except ChildDied as error:
+        click.echo(f"Error: {error}", err=True)
+        # A signal as a shell puts it. A child that ended well should still not have ended.
+        raise SystemExit(128 - error.status if error.status < 0 else error.status or 1) from error
+
+
+def _fast_loop() -> LoopFactory:
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+@contextlib.contextmanager
+def clear_errors() -> Iterator[None]:
+    """Turns what a person can mend into one line."""
+    from engine.model.errors import ModelError
+
+    try:
+        yield
+    except (ModelError, OSError) as error:
+        raise Failed(str(error)) from error

@@ -1,0 +1,181 @@
+"""From parsed options to the rooms' own settings, and from a command's options to a child's command line."""
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from engine.config import EngineConfig
+from gateway.config import GatewayConfig, read_keys
+from service.config import AUTO, ServiceConfig
+
+Params = Mapping[str, Any]
+_Settings = TypeVar("_Settings")
+
+# Handed to children in their environment, which only their owner can read.
+_SECRETS = ("api_key", "api_key_file", "engine_key")
+
+
+class ConfigError(click.ClickException):
+    """A setting is wrong: one line, exit status 2."""
+
+    exit_code = 2
+
+
+def engine_config(params: Params, model: Path) -> EngineConfig:
+    """The engine core's settings. Raises ConfigError."""
+    return _checked(
+        lambda: EngineConfig(
+            model=model,
+            dtype=params["dtype"],
+            device=params["device"],
+            load_format=params["load_format"],
+            memory_budget=params["memory_budget"],
+            max_model_len=params["max_model_len"],
+            page_size=params["page_size"],
+            max_num_seqs=params["max_num_seqs"],
+            max_num_batched_tokens=params["max_num_batched_tokens"],
+            scheduler=params["scheduler"],
+            prefix_cache=params["prefix_cache"],
+            chunked_prefill=params["chunked_prefill"],
+            logits_processors=params["logits_processor"],
+            threads=params["threads"],
+        )
+    )
+
+
+def service_config(params: Params, model: Path, *, grpc_port: int, admin: bool = True) -> ServiceConfig:
+    """The settings of a service process; of several, one alone serves administration. Raises ConfigError."""
+    return _checked(
+        lambda: ServiceConfig(
+            model=model,
+            served_model_names=served_names(params),
+            address=join_address(params["host"], grpc_port),
+            admin_address=(params["admin_address"] or AUTO) if admin else None,
+            api_keys=keys(params),
+            max_priority=params["max_priority"],
+            chat_template=params["chat_template"],
+            tokenizer=params["tokenizer"],
+            request_timeout=params["request_timeout"],
+            metrics_port=params["metrics_port"],
+            grace_seconds=params["grace"],
+            reuse_port=params["service_workers"] > 1,
+        )
+    )
+
+
+def gateway_config(params: Params, engines: tuple[str, ...]) -> GatewayConfig:
+    """The gateway's settings. Raises ConfigError."""
+    optional = {} if params["request_timeout"] is None else {"request_timeout": params["request_timeout"]}
+    return _checked(
+        lambda: GatewayConfig(
+            host=params["host"],
+            port=params["port"],
+            engines=engines,
+            api_keys=keys(params),
+            engine_key=params.get("engine_key"),
+            cors_origins=params["cors_origin"],
+            workers=params["workers"],
+            shutdown_seconds=int(params["grace"]),
+            access_log=params["access_log"],
+            **optional,
+        )
+    )
+
+
+def _checked(make: Callable[[], _Settings]) -> _Settings:
+    try:
+        return make()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def keys(params: Params) -> tuple[str, ...]:
+    """The API keys of --api-key and --api-key-file. Raises ConfigError."""
+    given: tuple[str, ...] = params["api_key"]
+    path: Path | None = params["api_key_file"]
+    if path is None:
+        return given
+    try:
+        found = read_keys(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key_file {path}: {error}") from error
+    if not found:
+        raise ConfigError(f"api_key_file {path}: there is no key in it")
+    return (*given, *found)
+
+
+def key_variables(api_keys: Sequence[str], engine_key: str = "") -> dict[str, str]:
+    """The environment that hands a child its secrets; empty values unset what it would inherit."""
+    return {"FULCRUM_API_KEY": " ".join(api_keys), "FULCRUM_API_KEY_FILE": "", "FULCRUM_ENGINE_KEY": engine_key}
+
+
+def served_names(params: Params) -> tuple[str, ...]:
+    """What requests may call the model: as told, else the hub id, or the name of the folder or file."""
+    if params["served_model_name"]:
+        return tuple(params["served_model_name"])
+    if params["model"] is None:
+        from engine.hub import SMOLLM2
+
+        return (SMOLLM2.name,)
+    path = Path(params["model"]).expanduser()
+    if not path.exists():
+        return (str(params["model"]),)
+    return (path.stem if path.suffix.lower() == ".gguf" else path.resolve().name,)
+
+
+def join_address(host: str, port: int) -> str:
+    """HOST:PORT, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def child_arguments(command: click.Command, params: Params, **changed: Any) -> list[str]:
+    """The command line that gives `command` those of `params` that it knows, secrets left out."""
+    values = {**params, **changed}
+    options, arguments = [], []
+    for param in command.params:
+        name = param.name
+        value = None if name is None or name in _SECRETS else values.get(name)
+        if value is None or param.opts == ["--supervised"]:
+            continue
+        if isinstance(param, click.Argument):
+            arguments.append(str(value))
+        elif param.secondary_opts:
+            options.append(param.opts[0] if value else param.secondary_opts[0])
+        elif isinstance(param, click.Option) and param.is_flag:
+            options += [param.opts[0]] if value else []
+        else:
+            options += [f"{param.opts[0]}={each}" for each in (value if param.multiple else (value,))]
+    return [str(command.name), *options, "--", *arguments]
+
+
+@contextlib.contextmanager
+def reserved_port(host: str, port: int, *, shared: bool) -> Iterator[int]:
+    """The port, checked to be free; where several processes are to share it, held (and found, if it is 0) meanwhile.
+
+    Raises: ConfigError.
+    """
+    check_port(host, port, "--grpc-port")
+    if not shared:
+        yield port
+        return
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    # Bound but not listening: it takes no connections, and only processes that share it can bind it too.
+    with socket.socket(family, kind) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(address)
+        yield holder.getsockname()[1]
+
+
+def check_port(host: str, port: int, option: str) -> None:
+    """Raises ConfigError where the port is taken, before anything slow begins."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {join_address(host, port)} ({option}): {error.strerror}") from error
