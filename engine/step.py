@@ -7,6 +7,7 @@ from the row, where the sampler has put it.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.request import SamplingParams
 
@@ -41,8 +42,7 @@ class PageUpdate:
     pages: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RowWork:
+class RowWork(NamedTuple):
     """Tokens [start, start + length) of a row go through the model; their K and V go to the row's pages.
 
     length is 1 in decode. Attention of token t sees the row's tokens 0..t.
@@ -53,8 +53,7 @@ class RowWork:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """A token is drawn for `row` from the logits of the last token of work `work`, and appended to the row.
 
     `work` is of another row only when siblings take their first token from the prompt that one of them computed.

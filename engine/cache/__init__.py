@@ -1,0 +1,1 @@
+"""Where K and V live: the pool of pages, and the tree that shares them between equal prefixes. No torch."""

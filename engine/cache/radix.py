@@ -1,0 +1,251 @@
+"""The radix tree of cached prefixes: which pages hold the K and V of which token runs. Knows no sequences and no steps.
+
+An edge is a run of full pages; the key of a page is the tuple of its token ids. Edges are split at page borders only.
+
+What holds always:
+- A node holds one reference in the pool to each of its pages. So a page in use is safe even when it leaves the tree.
+- `locks` of a node is how many sequences end their cached prefix in it or below it. A locked node is never evicted.
+- `_idle` lists the unlocked nodes, least recently used first and every child before its parent: a path is unlocked from
+  its deepest node upwards, and a node is unlocked only when all below it are. So its first entry is always the least
+  recently used leaf (of equally old ones the deepest), and eviction never searches.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+
+from engine.cache.pool import IntegrityError, PagePool
+
+
+class Node:
+    """A run of cached pages, below the node whose prefix it continues.
+
+    Attributes:
+        start: pages before this run, from the root.
+        keys, pages: the token ids of each page, and the page.
+        children: by their first key.
+        locks: sequences whose cached prefix ends here or below.
+        detached: withdrawn from the tree; lives on as the lock of sequences that still have it.
+    """
+
+    __slots__ = ("children", "detached", "keys", "locks", "pages", "parent", "start")
+
+    def __init__(
+        self, parent: "Node | None", start: int, keys: list[Hashable], pages: list[int], locks: int = 0
+    ) -> None:
+        self.parent = parent
+        self.start = start
+        self.keys = keys
+        self.pages = pages
+        self.children: dict[Hashable, Node] = {}
+        self.locks = locks
+        self.detached = False
+
+
+class RadixTree:
+    """Prefixes of token ids, shared page by page. Every operation is O(length of the prefix it touches)."""
+
+    def __init__(self, pool: PagePool, page_size: int) -> None:
+        self._pool = pool
+        self._page_size = page_size
+        self._root = Node(None, 0, [], [])
+        self._idle: OrderedDict[Node, None] = OrderedDict()
+        self.num_idle = 0  # pages of the unlocked nodes: what `evict` can give back
+
+    def acquire(self, salt: str, tokens: Sequence[int], limit: int) -> tuple[Node, list[int]]:
+        """The longest cached prefix of `tokens`, at most `limit` pages, locked.
+
+        Returns: the node that it ends in (give it back with `unlock`), and its pages (share them to keep them).
+        """
+        node, pages = self._root, list[int]()
+        while len(pages) < limit:
+            child = node.children.get(self._key(salt, tokens, len(pages)))
+            if child is None:
+                break
+            length = self._common(child, salt, tokens, limit)
+            node = self._split(child, length) if length < len(child.pages) else child
+            pages += node.pages
+            if node is not child:
+                break
+        self.lock(node)
+        return node, pages
+
+    def extend(self, node: Node, salt: str, tokens: Sequence[int], pages: Sequence[int]) -> Node:
+        """Puts the pages that follow the prefix ending in `node` into the tree, and moves the caller's lock to the end.
+
+        `pages` hold `tokens` from the end of `node` on. Where the tree has a page for the same tokens, that one stays
+        and the caller's is not taken in. Below a detached node nothing is put in.
+
+        Returns: the node that the caller's lock is on now.
+        """
+        if node.detached:
+            return node
+        first = node.start + len(node.pages)
+        end = first + len(pages)
+        at = first
+        while at < end:
+            child = node.children.get(self._key(salt, tokens, at))
+            if child is None:
+                break
+            length = self._common(child, salt, tokens, end)
+            node = self._split(child, length) if length < len(child.pages) else child
+            self._lock_one(node)
+            at += length
+        if at < end:
+            keys = [self._key(salt, tokens, index) for index in range(at, end)]
+            added = list(pages[at - first :])
+            self._pool.share(added)
+            if node.locks == 1 and not node.children and node is not self._root:
+                node.keys += keys  # nobody else ends in this leaf: it grows
+                node.pages += added
+            else:
+                child = Node(node, at, keys, added, locks=1)
+                node.children[keys[0]] = child
+                node = child
+        return node
+
+    def lock(self, node: Node) -> None:
+        """One more sequence has its cached prefix end in `node`."""
+        step: Node | None = node
+        while step is not None:
+            self._lock_one(step)
+            step = step.parent
+
+    def unlock(self, node: Node) -> None:
+        """A sequence lets go of the prefix that ends in `node`; it becomes the most recently used."""
+        step: Node | None = node
+        while step is not None:
+            if not step.locks:
+                raise IntegrityError("a node is unlocked more often than locked")
+            step.locks -= 1
+            if not step.locks and not step.detached and step is not self._root:
+                self._idle[step] = None
+                self.num_idle += len(step.pages)
+            step = step.parent
+
+    def evict(self, count: int) -> None:
+        """Gives back up to `count` pages: the tails of the least recently used unlocked leaves."""
+        while count > 0 and self._idle:
+            leaf = next(iter(self._idle))
+            kept = max(len(leaf.pages) - count, 0)
+            evicted = leaf.pages[kept:]
+            self._pool.release(evicted)
+            count -= len(evicted)
+            self.num_idle -= len(evicted)
+            if kept:
+                del leaf.keys[kept:], leaf.pages[kept:]
+            else:
+                del self._idle[leaf]
+                assert leaf.parent is not None  # the root is never idle
+                del leaf.parent.children[leaf.keys[0]]
+
+    def withdraw(self, node: Node, first: int) -> None:
+        """Takes pages `first` and after of the prefix that ends in `node`, with all below them, out of the tree.
+
+        Sequences that have such pages keep them (and their locks); nobody will find them any more.
+        """
+        while node.parent is not None and (node.detached or node.start > first):
+            node = node.parent
+        if node.parent is None or first >= node.start + len(node.pages):
+            return
+        if first > node.start:
+            self._split(node, first - node.start)
+        self._detach(node)
+
+    def clear(self) -> None:
+        """Empties the tree. Pages in use stay with the sequences that have them; the others are free."""
+        for child in list(self._root.children.values()):
+            self._detach(child)
+
+    def _key(self, salt: str, tokens: Sequence[int], index: int) -> Hashable:
+        """What page `index` is found by; the first page carries the salt, so that all below belong to one tenant."""
+        ids = tuple(tokens[index * self._page_size : (index + 1) * self._page_size])
+        return ids if index else (salt, ids)
+
+    def _common(self, node: Node, salt: str, tokens: Sequence[int], end: int) -> int:
+        """How many of the node's pages `tokens` agree with, before page `end`; at least 1, the key it was found by."""
+        length = 1
+        most = min(len(node.pages), end - node.start)
+        while length < most and node.keys[length] == self._key(salt, tokens, node.start + length):
+            length += 1
+        return length
+
+    def _split(self, node: Node, length: int) -> Node:
+        """Parts the first `length` pages off into a new parent of `node`, and returns it.
+
+        `node` keeps its identity and its end, because locks are on ends. If it is unlocked, so is the new node, which
+        has no place in `_idle` yet: the caller locks it at once.
+        """
+        assert node.parent is not None  # the root has no pages to split
+        upper = Node(node.parent, node.start, node.keys[:length], node.pages[:length], node.locks)
+        if not node.locks:
+            self.num_idle -= length
+        node.parent.children[node.keys[0]] = upper
+        del node.keys[:length], node.pages[:length]
+        node.start += length
+        node.parent = upper
+        upper.children[node.keys[0]] = node
+        return upper
+
+    def _lock_one(self, node: Node) -> None:
+        if not node.locks and node in self._idle:
+            del self._idle[node]
+            self.num_idle -= len(node.pages)
+        node.locks += 1
+
+    def _detach(self, node: Node) -> None:
+        assert node.parent is not None  # the root stays
+        del node.parent.children[node.keys[0]]
+        for gone in self._below(node):
+            if gone in self._idle:
+                del self._idle[gone]
+                self.num_idle -= len(gone.pages)
+            self._pool.release(gone.pages)
+            gone.keys, gone.pages, gone.children, gone.detached = [], [], {}, True
+
+    def _below(self, node: Node) -> Iterator[Node]:
+        """The node and all below it (children are looked up before the node is handed out)."""
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
+            yield node
+
+    def pages(self) -> Iterator[int]:
+        """Every page that the tree holds."""
+        for node in self._below(self._root):
+            yield from node.pages
+
+    def check_integrity(self, locked: Sequence[Node]) -> None:
+        """Checks the tree against `locked`: the nodes that sequences hold, once for each.
+
+        Raises: IntegrityError.
+        """
+        locks: dict[Node, int] = {}
+        for holder in locked:
+            step: Node | None = holder
+            while step is not None:
+                locks[step] = locks.get(step, 0) + 1
+                step = step.parent
+        idle, place = 0, {node: position for position, node in enumerate(self._idle)}
+        found = list(self._below(self._root))
+        for node in found:
+            if node.locks != locks.get(node, 0):
+                raise IntegrityError(f"a node has {node.locks} locks, its holders are {locks.get(node, 0)}")
+            if node.detached or len(node.keys) != len(node.pages):
+                raise IntegrityError("a node in the tree is detached or has unequal keys and pages")
+            for key, child in node.children.items():
+                if child.parent is not node or child.keys[0] != key or child.start != node.start + len(node.pages):
+                    raise IntegrityError("a node is not where its parent has it")
+            if (node in place) != (node.locks == 0 and node is not self._root):
+                raise IntegrityError("unlocked and idle are not the same nodes")
+            if node in place:
+                self._check_idle(node, place)
+                idle += len(node.pages)
+        if idle != self.num_idle or not place.keys() <= set(found):
+            raise IntegrityError("the idle pages are not what the idle nodes have")
+
+    def _check_idle(self, node: Node, place: dict[Node, int]) -> None:
+        if node.parent in place and place[node.parent] < place[node]:
+            raise IntegrityError("an idle parent would be evicted before its child")
+        if any(self._pool.references(page) != 1 for page in node.pages):
+            raise IntegrityError("a page of an unlocked node is held by a sequence")

@@ -1,0 +1,578 @@
+"""Iteration-level scheduling: which tokens go through the model in the next step. Plain data; knows no torch, no text.
+
+There are no phases. Every running sequence has `num_computed` chasing `num_tokens`; a step gives each as much of its
+gap as the token budget allows: decodes first, then chunks of running prompts, then admissions (highest priority, then
+first come). `schedule` needs lengths only, so it may be called again before earlier steps are collected.
+
+Rules kept here:
+- Steps are executed in the order of their ids. Row and pages of a sequence that leaves (finished, aborted, preempted)
+  go back when no step in flight uses them; until then it is not admitted again.
+- A page enters the tree when the step that fills it has been scheduled and its tokens are known: prompt pages in
+  `schedule`, generated ones in `update`.
+- A failed step ends its sequences, and withdraws from the tree what it wrote. Sequences of a later step in flight that
+  read such pages are restarted: that sample is void, the text so far is kept. A sequence whose logits were not finite
+  ends, and its whole cached prefix is withdrawn: the page that spoilt it may be one that it only read.
+- Out of pages, the sequence of the last rank is preempted: its pages stay in the tree, it goes back to the place of its
+  rank in the queue. Nothing is admitted in such a step.
+- A sequence is admitted when all its known tokens fit, with a watermark to spare if others run. Up to LOOK_AHEAD that
+  do not fit are passed by, each MAX_OVERTAKEN times at most; then nobody of a later rank is admitted before it.
+- Without chunked prefill, prompts come before decodes and wait for a step that takes them whole; only a prompt beyond
+  the whole budget is cut.
+"""
+
+import random
+from bisect import bisect_left, insort
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
+
+from engine.cache.kv_cache import KVCache
+from engine.cache.pool import IntegrityError
+from engine.limits import Limits
+from engine.messages import CoreStats
+from engine.request import FinishReason, RejectReason, Request, RequestRejected
+from engine.sequence import Sequence, SequenceUpdate, State
+from engine.step import PageUpdate, RowInit, RowWork, Sample, Step, StepResult
+
+__all__ = ["IntegrityError", "Scheduler", "SchedulerStats", "SequenceUpdate"]
+
+LOOK_AHEAD = 4
+MAX_OVERTAKEN = 64
+WATERMARK = 0.01  # of the pool; at least one page
+
+_rank = attrgetter("rank")
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Gauges of this moment and counters since the start, named as in `CoreStats`."""
+
+    running_sequences: int = 0
+    waiting_sequences: int = 0
+    live_requests: int = 0
+    total_pages: int = 0
+    free_pages: int = 0
+    cached_pages: int = 0
+    used_pages: int = 0
+    prefill_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    requests_accepted: int = 0
+    requests_rejected: int = 0
+    requests_finished: int = 0
+    requests_aborted: int = 0
+
+
+@dataclass(slots=True)
+class Plan:
+    """The step in the making."""
+
+    step_id: int
+    budget: int  # tokens left
+    short: bool = False  # somebody lacked a page
+    inits: list[RowInit] = field(default_factory=list)
+    page_updates: list[PageUpdate] = field(default_factory=list)
+    works: list[RowWork] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Continuous batching over a paged KV pool with a prefix cache.
+
+    Args:
+        num_pages, page_size: the KV pool, and tokens in a page.
+        max_num_seqs: rows: most sequences in a step.
+        max_num_batched_tokens: most tokens in a step.
+        max_model_len: most tokens of prompt and completion.
+        vocab_size: token ids are below it.
+        eos_token_ids: end a sequence, unless it ignores them.
+        prefix_cache: share the pages of equal prefixes.
+        chunked_prefill: cut prompts to the budget that decodes leave.
+        seed: of the seeds minted for requests without one.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: SequenceOf[int],
+        prefix_cache: bool = True,
+        chunked_prefill: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.draining = False
+        self._limits = Limits(max_model_len, vocab_size, num_pages * page_size)
+        self._cache = KVCache(num_pages, page_size, prefix_cache=prefix_cache)
+        self._budget = max_num_batched_tokens
+        self._chunked = chunked_prefill
+        self._watermark = max(1, int(num_pages * WATERMARK))
+        self._eos = dict.fromkeys(eos_token_ids, FinishReason.EOS)
+        self._random = random.Random(seed)
+        self._stats = SchedulerStats(total_pages=num_pages)
+        self._live: dict[str, dict[int, Sequence]] = {}  # unfinished sequences, by request and index
+        self._new: set[str] = set()  # live requests of which nothing was scheduled yet
+        self._started: list[tuple[str, int]] = []
+        self._num_sequences = 0  # live ones
+        self._arrivals = 0
+        self._waiting: list[Sequence] = []  # by rank
+        self._prefilling: dict[Sequence, None] = {}  # running, in the order of admission
+        self._decoding: dict[Sequence, None] = {}
+        self._leaving: list[Sequence] = []  # no longer running, but used by a step in flight
+        self._rows: list[Sequence | None] = [None] * max_num_seqs
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._in_flight: dict[int, Step] = {}
+        self._next_id = 0
+        self._short = False  # the step before lacked pages
+
+    # Requests come and go.
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises: RequestRejected.
+        """
+        try:
+            if self.draining:
+                raise RequestRejected(RejectReason.DRAINING, "the engine is draining and takes no new requests")
+            if request.request_id in self._live:
+                message = f"a request {request.request_id!r} is live"
+                raise RequestRejected(RejectReason.DUPLICATE_ID, message, "request_id")
+            self._limits.check(request)
+        except RequestRejected:
+            self._stats.requests_rejected += 1
+            raise
+        self._stats.requests_accepted += 1
+        self._arrivals += 1
+        params = request.params
+        if params.seed is None:
+            params = replace(params, seed=self._random.getrandbits(63))
+            request = replace(request, params=params)
+        stops = dict.fromkeys(params.stop_token_ids, FinishReason.STOP_TOKEN) | ({} if params.ignore_eos else self._eos)
+        sequences = [
+            Sequence(
+                request=request,
+                index=index,
+                rank=(-request.priority, self._arrivals, index),
+                max_length=len(request.prompt) + params.max_tokens,
+                stops=stops,
+                stop_mask=tuple(stops) if params.min_tokens else (),
+                tokens=list(request.prompt),
+                num_tokens=len(request.prompt),
+            )
+            for index in range(params.n)
+        ]
+        self._live[request.request_id] = dict(enumerate(sequences))
+        self._new.add(request.request_id)
+        self._num_sequences += params.n
+        self._enqueue(sequences)
+
+    def _enqueue(self, siblings: list[Sequence]) -> None:
+        """Queues the first of these; the others wait for it to have the prompt computed."""
+        leader, *leader.followers = siblings
+        leader.leader = None
+        for follower in leader.followers:
+            follower.leader = leader
+        insort(self._waiting, leader, key=_rank)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request, whatever it is doing. Nothing more is reported of it.
+
+        Returns: whether it was live.
+        """
+        sequences = list(self._live.get(request_id, {}).values())
+        for sequence in reversed(sequences):  # followers before their leader
+            self._end(sequence, aborted=True)
+        return bool(sequences)
+
+    def end_sequence(self, request_id: str, index: int) -> None:
+        """Ends one sequence (its stop string was found). Nothing more is reported of it; an unknown one is ignored."""
+        sequence = self._live.get(request_id, {}).get(index)
+        if sequence is not None:
+            self._end(sequence)
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether a sequence of the request is unfinished."""
+        return request_id in self._live
+
+    def started(self) -> list[tuple[str, int]]:
+        """(request id, cached tokens) of the requests that were first scheduled since the last call."""
+        started, self._started = self._started, []
+        return started
+
+    # A step is made.
+
+    def schedule(self) -> Step | None:
+        """The next step, or None if nothing can run before a step in flight is collected, or at all.
+
+        With no step in flight and `has_work`, there always is one. Every step must be given to `update` or `fail`.
+        """
+        plan = Plan(self._next_id, self._budget)
+        decode_first = self._chunked or self._short
+        if decode_first:
+            self._decode(plan)
+        self._prefill(plan)
+        self._admit(plan)
+        if not decode_first:
+            self._decode(plan)
+        self._short = plan.short
+        return self._close(plan)
+
+    def _close(self, plan: Plan) -> Step | None:
+        if not plan.works:
+            return None
+        inits, works, samples = tuple(plan.inits), tuple(plan.works), tuple(plan.samples)
+        step = Step(plan.step_id, inits, tuple(plan.page_updates), works, samples, tuple(plan.copies))
+        self._in_flight[step.step_id] = step
+        self._next_id += 1
+        return step
+
+    def _decode(self, plan: Plan) -> None:
+        works, samples, page_size = plan.works, plan.samples, self._cache.page_size
+        for sequence in tuple(self._decoding):
+            if not plan.budget:
+                return
+            # It may just have been preempted, or its last token may be in flight.
+            if sequence.state is not State.RUNNING or sequence.num_tokens >= sequence.max_length:
+                continue
+            position = sequence.num_computed
+            if position == len(sequence.pages) * page_size and not self._grow(plan, sequence, 1):
+                continue
+            samples.append(Sample(len(works), sequence.row))
+            works.append(RowWork(sequence.row, position, 1))
+            plan.budget -= 1
+            sequence.num_computed = position + 1
+            sequence.num_tokens += 1
+            sequence.last_step = plan.step_id
+
+    def _prefill(self, plan: Plan) -> None:
+        for sequence in tuple(self._prefilling):
+            if not plan.budget:
+                return
+            if sequence.state is State.RUNNING:
+                self._compute(plan, sequence)
+
+    def _admit(self, plan: Plan) -> None:
+        passed: list[Sequence] = []
+        index = 0
+        while index < len(self._waiting) and self._free_rows and plan.budget and not plan.short:
+            sequence = self._waiting[index]
+            if sequence.row >= 0:  # a step in flight still uses what it held
+                index += 1
+            elif self._fits(plan, sequence):
+                del self._waiting[index]
+                self._start(plan, sequence)
+                for one in passed:
+                    one.overtaken += 1
+            else:
+                passed.append(sequence)
+                index += 1
+                if sequence.overtaken >= MAX_OVERTAKEN or len(passed) > LOOK_AHEAD:
+                    return
+
+    def _fits(self, plan: Plan, sequence: Sequence) -> bool:
+        """Whether the sequence can be admitted; if so, it has its cached prefix."""
+        kept = self._watermark if self.num_running else 0
+        if self._cache.available <= kept:
+            return False
+        self._cache.acquire(sequence)
+        gap = sequence.num_tokens - sequence.num_computed
+        whole = self._chunked or gap <= plan.budget or plan.budget == self._budget
+        if whole and self._cache.available - self._cache.missing(sequence, sequence.num_tokens) >= kept:
+            return True
+        self._cache.release(sequence)
+        return False
+
+    def _start(self, plan: Plan, sequence: Sequence) -> None:
+        self._occupy(plan, sequence)
+        self._prefilling[sequence] = None
+        request_id, hit = sequence.request.request_id, sequence.num_computed
+        if request_id in self._new:
+            self._new.remove(request_id)
+            self._started.append((request_id, hit))
+            if sequence.node is not None:
+                self._stats.prefix_query_tokens += sequence.num_tokens
+                self._stats.prefix_hit_tokens += hit
+        self._compute(plan, sequence)
+
+    def _occupy(self, plan: Plan, sequence: Sequence) -> None:
+        """Takes a row, for a sequence that may have pages already."""
+        request = sequence.request
+        sequence.state = State.RUNNING
+        sequence.row = row = self._free_rows.pop()
+        self._rows[row] = sequence
+        tokens, prompt_length = tuple(sequence.tokens), len(request.prompt)
+        plan.inits.append(RowInit(row, tokens, prompt_length, request.params, sequence.index, sequence.stop_mask))
+        if sequence.pages:
+            plan.page_updates.append(PageUpdate(row, 0, tuple(sequence.pages)))
+
+    def _compute(self, plan: Plan, sequence: Sequence) -> None:
+        """A chunk of a sequence that is being prefilled: what budget and pages allow."""
+        position = sequence.num_computed
+        gap = sequence.num_tokens - position
+        chunk = min(gap, plan.budget)
+        missing = self._cache.missing(sequence, position + chunk)
+        if missing > 0:
+            if not self._grow(plan, sequence, missing):
+                return
+            chunk = min(chunk, len(sequence.pages) * self._cache.page_size - position)
+        plan.works.append(RowWork(sequence.row, position, chunk))
+        plan.budget -= chunk
+        self._stats.prefill_tokens += chunk
+        sequence.num_computed += chunk
+        sequence.last_step = plan.step_id
+        self._cache.publish(sequence)
+        if chunk == gap:
+            del self._prefilling[sequence]
+            self._draw(plan, sequence)
+            followers, sequence.followers = sequence.followers, []
+            for follower in followers:
+                self._fork(plan, sequence, follower)
+
+    def _draw(self, plan: Plan, sequence: Sequence) -> None:
+        """The sequence draws its first token in this row, from the work planned last."""
+        plan.samples.append(Sample(len(plan.works) - 1, sequence.row))
+        sequence.num_tokens += 1
+        sequence.last_step = plan.step_id
+        self._decoding[sequence] = None
+
+    def _fork(self, plan: Plan, leader: Sequence, sibling: Sequence) -> None:
+        """A sibling goes on from the leader's prompt, or queues on its own if there is no row or page for it."""
+        sibling.leader = None
+        if self._free_rows and self._cache.available > self._watermark:
+            plan.copies += self._cache.fork(leader, sibling)
+            self._occupy(plan, sibling)
+            self._draw(plan, sibling)
+        else:
+            insort(self._waiting, sibling, key=_rank)
+
+    def _grow(self, plan: Plan, sequence: Sequence, wanted: int) -> bool:
+        """Up to `wanted` pages more for a running sequence, at least one; others are preempted for that one.
+
+        Returns: False if it must wait for pages that steps in flight still use, or has been preempted itself.
+        """
+        while not self._cache.available:
+            plan.short = True
+            if self._leaving:
+                return False
+            victim = max((*self._decoding, *self._prefilling), key=_rank)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        first = len(sequence.pages)
+        pages = self._cache.grow(sequence, min(wanted, self._cache.available))
+        plan.page_updates.append(PageUpdate(sequence.row, first, pages))
+        return True
+
+    # Sequences leave.
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._stats.preemptions += 1
+        self._stop(sequence)
+        sequence.state = State.WAITING
+        insort(self._waiting, sequence, key=_rank)
+
+    def _end(self, sequence: Sequence, *, aborted: bool = False) -> None:
+        """The sequence is over, in whatever state it was."""
+        if sequence.state is State.RUNNING:
+            self._stop(sequence)
+        elif sequence.leader is not None:
+            sequence.leader.followers.remove(sequence)
+        else:
+            del self._waiting[bisect_left(self._waiting, sequence.rank, key=_rank)]
+        sequence.state = State.FINISHED
+        if sequence.followers:
+            self._enqueue(sequence.followers)
+            sequence.followers = []
+        self._num_sequences -= 1
+        request_id = sequence.request.request_id
+        siblings = self._live[request_id]
+        del siblings[sequence.index]
+        if not siblings:
+            del self._live[request_id]
+            self._new.discard(request_id)
+            if aborted:
+                self._stats.requests_aborted += 1
+            else:
+                self._stats.requests_finished += 1
+
+    def _stop(self, sequence: Sequence) -> None:
+        """A running sequence stops; row and pages go back now, or with the last step in flight that uses them."""
+        self._prefilling.pop(sequence, None)
+        self._decoding.pop(sequence, None)
+        if self._in_use(sequence):
+            self._leaving.append(sequence)
+        else:
+            self._release(sequence)
+
+    def _in_use(self, sequence: Sequence) -> bool:
+        """Whether a step in flight, or the one in the making, uses row and pages."""
+        return sequence.last_step >= next(iter(self._in_flight), self._next_id)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._rows[sequence.row] = None
+        self._free_rows.append(sequence.row)
+        sequence.row = -1
+        sequence.num_tokens = len(sequence.tokens)
+        self._cache.release(sequence)
+
+    # A step is collected.
+
+    def update(self, step: Step, result: StepResult) -> list[SequenceUpdate]:
+        """Takes in what a step brought: tokens are appended, ends are judged, rows and pages go back."""
+        updates: list[SequenceUpdate] = []
+        ended = list[Sequence]()
+        page_size = self._cache.page_size
+        for index in result.failed:
+            self._spoilt(step, index, updates)
+        for sample, token in zip(step.samples, result.tokens, strict=True):
+            sequence = self._row(sample.row)
+            if sequence.state is not State.RUNNING and self._is_void(sequence, step):
+                continue
+            tokens, request = sequence.tokens, sequence.request
+            tokens.append(token)
+            finish = sequence.stops.get(token)
+            if finish is not None and len(tokens) - len(request.prompt) <= request.params.min_tokens:
+                finish = None
+            if finish is None and len(tokens) >= sequence.max_length:
+                finish = FinishReason.LENGTH
+            if sequence.num_computed - sequence.num_cached >= page_size:
+                self._cache.publish(sequence)
+            updates.append(SequenceUpdate(request.request_id, sequence.index, (token,), finish))
+            self._stats.generated_tokens += 1
+            if finish is not None:
+                ended.append(sequence)
+        for sequence in ended:
+            self._end(sequence)
+        self._collected(step)
+        return updates
+
+    def _row(self, row: int) -> Sequence:
+        """The sequence in a row of a step in flight (rows go back after their last step)."""
+        sequence = self._rows[row]
+        if sequence is None:
+            raise IntegrityError(f"row {row} is empty while a step in flight uses it")
+        return sequence
+
+    def _is_void(self, sequence: Sequence, step: Step) -> bool:
+        """Whether a sample is surplus: the sequence had ended, or was restarted after a failure."""
+        return sequence.state is State.FINISHED or step.step_id <= sequence.void_through
+
+    def _spoilt(self, step: Step, index: int, updates: list[SequenceUpdate]) -> None:
+        sequence = self._row(step.samples[index].row)
+        self._cache.withdraw(sequence, 0)
+        if not self._is_void(sequence, step):
+            updates.append(self._fail(sequence, "its logits are not finite"))
+
+    def _fail(self, sequence: Sequence, message: str) -> SequenceUpdate:
+        self._end(sequence)
+        return SequenceUpdate(sequence.request.request_id, sequence.index, (), FinishReason.ERROR, message)
+
+    def fail(self, step: Step, message: str) -> list[SequenceUpdate]:
+        """The step raised: its sequences end with ERROR, and what it wrote is trusted no more. All others live on."""
+        spoilt: set[int] = set()
+        for later in self._in_flight.values():
+            if later.step_id >= step.step_id:
+                self._taint(later, spoilt, all_of_it=later is step)
+        for work in step.works:
+            self._cache.withdraw(self._row(work.row), work.start // self._cache.page_size)
+        rows = dict.fromkeys([work.row for work in step.works] + [sample.row for sample in step.samples])
+        parts = [self._row(row) for row in rows]
+        updates = [self._fail(sequence, message) for sequence in parts if not self._is_void(sequence, step)]
+        for sequence in self._rows:
+            if sequence is not None and not spoilt.isdisjoint(sequence.pages):
+                sequence.void_through = sequence.last_step
+                if sequence.state is State.RUNNING:
+                    self._preempt(sequence)
+        self._collected(step)
+        return updates
+
+    def _taint(self, step: Step, spoilt: set[int], *, all_of_it: bool) -> None:
+        """Adds the pages that a step writes wrongly: a failed one all, a later one those that follow from `spoilt`."""
+        for row, start, length in step.works:
+            pages = self._row(row).pages
+            if all_of_it or not spoilt.isdisjoint(pages):
+                spoilt.update(pages[start // self._cache.page_size : -(-(start + length) // self._cache.page_size)])
+        spoilt.update(target for source, target in step.copies if source in spoilt)
+
+    def _collected(self, step: Step) -> None:
+        del self._in_flight[step.step_id]
+        leaving, self._leaving = self._leaving, []
+        for sequence in leaving:
+            if self._in_use(sequence):
+                self._leaving.append(sequence)
+            else:
+                self._release(sequence)
+
+    # What is known of it all.
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is live."""
+        return bool(self._live)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a row and are not leaving it."""
+        return len(self._decoding) + len(self._prefilling)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that are queued, preempted, or wait for a sibling to have their prompt computed."""
+        return self._num_sequences - self.num_running
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Gauges and counters, brought up to date."""
+        stats = self._stats
+        stats.running_sequences = self.num_running
+        stats.waiting_sequences = self.num_waiting
+        stats.live_requests = len(self._live)
+        stats.free_pages = self._cache.num_free
+        stats.cached_pages = self._cache.num_cached
+        stats.used_pages = stats.total_pages - stats.free_pages - stats.cached_pages
+        return stats
+
+    def fill_stats(self, stats: CoreStats) -> None:
+        """Writes `stats` into the fields of the same names."""
+        own = self.stats
+        for one in fields(own):
+            setattr(stats, one.name, getattr(own, one.name))
+
+    def flush_cache(self) -> int:
+        """Forgets every cached prefix, those in use too (their sequences keep the pages until they end).
+
+        Returns: the pages freed.
+        """
+        return self._cache.flush()
+
+    def check_integrity(self) -> None:
+        """Compares all books with one another; O(everything).
+
+        Raises: IntegrityError.
+        """
+        held = [sequence for sequence in self._rows if sequence is not None]
+        running = {*self._decoding, *self._prefilling}
+        live = {sequence for siblings in self._live.values() for sequence in siblings.values()}
+        queued = {*self._waiting, *(follower for sequence in live for follower in sequence.followers)}
+        self._cache.check_integrity(held)
+        checks = {
+            "a row is lost": len(held) + len(self._free_rows) == len(self._rows),
+            "a sequence is not in its row": all(self._rows[sequence.row] is sequence for sequence in held),
+            "rows are not those of running and leaving": sorted(map(id, held))
+            == sorted(map(id, [*running, *self._leaving])),
+            "the queue is out of order": self._waiting == sorted(self._waiting, key=_rank),
+            "live is not running or queued": live == running | queued and not running & queued,
+            "live sequences are miscounted": len(live) == self._num_sequences,
+            "a state is wrong": all((sequence.state is State.RUNNING) == (sequence in running) for sequence in live),
+        }
+        wrong = [message for message, right in checks.items() if not right]
+        if wrong:
+            raise IntegrityError("; ".join(wrong))
