@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from tqdm import tqdm
 
@@ -100,7 +100,7 @@ def _check_local(path: Path) -> Path:
 
 def _looks_like_hub_id(model: str) -> bool:
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils._validators import validate_repo_id
 
     if model.count("/") != 1 or model.lower().endswith(".gguf"):
         return False
@@ -122,7 +122,7 @@ def _fetch_hub(model: str, revision: str | None, *, progress: bool) -> Path:
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
-    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
     (enable_progress_bars if progress else disable_progress_bars)()
     at = f"{model} (revision {revision})" if revision else model
@@ -230,7 +230,7 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _blocks(file: BinaryIO) -> Iterator[bytes]:
+def _blocks(file: IO[bytes]) -> Iterator[bytes]:
     while block := file.read(1 << 20):
         yield block
 

@@ -1,0 +1,140 @@
+"""The text of one sequence while its tokens arrive: whole characters only, and stop strings. Knows nothing of requests.
+
+The joined pieces always equal `Tokenizer.decode` of all ids. The work is O(1) a token, whatever the tokens are: their
+bytes go through an incremental UTF-8 decoder, which keeps at most three bytes of a character that is not complete yet.
+(`tokenizers.decoders.DecodeStream` decodes all pending ids anew at each step, so a run of invalid bytes costs O(n²); it
+has no end, and so loses what is pending there.)
+"""
+
+import codecs
+from collections.abc import Sequence
+
+from service.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """Turns the ids of one sequence into text, piece by piece."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, after_prompt: bool = False) -> None:
+        """Starts a text.
+
+        Args:
+            after_prompt: the text goes on where a prompt ended, so a space that the tokenizer would leave out at the
+                beginning of a text (SentencePiece) stays.
+        """
+        self._token_bytes = tokenizer.token_bytes
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip = tokenizer.strips_first_space and not after_prompt
+
+    def step(self, token_id: int) -> str:
+        """Returns the text that this token completes; "" while a character is incomplete."""
+        if token_id in self._skipped:
+            return ""
+        return self._stripped(self._utf8.decode(self._token_bytes(token_id)))
+
+    def finish(self) -> str:
+        """Returns what is left: U+FFFD if the sequence ended within a character."""
+        return self._stripped(self._utf8.decode(b"", True))
+
+    def _stripped(self, text: str) -> str:
+        if self._strip and text:
+            self._strip = False
+            return text.removeprefix(" ")
+        return text
+
+
+class StopChecker:
+    """Finds stop strings in a growing text, and holds back no more than what may become one.
+
+    The stop string that is complete first ends the text; of several that are complete at the same character, the
+    longest. So the outcome depends on the text alone and not on how it was cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
+        """Takes the stop strings.
+
+        Args:
+            include_stop: leave the matched string in the text.
+
+        Raises:
+            ValueError: an empty stop string.
+        """
+        if not all(stops):
+            raise ValueError("a stop string must not be empty")
+        self._stops = tuple(dict.fromkeys(stops))
+        self._first = frozenset(stop[0] for stop in self._stops)
+        self._longest = max(map(len, self._stops), default=0)
+        self._include = include_stop
+        self._held = ""
+
+    def step(self, piece: str) -> tuple[str, str | None]:
+        """Returns the text that may be sent, and the stop string that ends it, if one does (the last call then)."""
+        text = self._held + piece
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
+            end, start, stop = min(found)
+            self._held = ""
+            return text[: end if self._include else start], stop
+        cut = self._hold_from(text)
+        self._held = text[cut:]
+        return text[:cut], None
+
+    def finish(self) -> str:
+        """Returns what was held back: no stop string came of it."""
+        text, self._held = self._held, ""
+        return text
+
+    def _hold_from(self, text: str) -> int:
+        """Where the longest suffix of `text` begins that is the beginning of a stop string."""
+        for at in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[at] in self._first:
+                suffix = text[at:]
+                if any(stop.startswith(suffix) for stop in self._stops):
+                    return at
+        return len(text)
+
+
+class TextStream:
+    """The text of one sequence: detokenized, and ended by stop strings.
+
+    The text of the first `min_tokens` tokens is never searched: a stop string begins after it.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop_checker: StopChecker, *, min_tokens: int = 0) -> None:
+        """Joins a fresh detokenizer and a fresh stop checker."""
+        self._detokenizer = detokenizer
+        self._stop_checker = stop_checker
+        self._unchecked = min_tokens
+        self.stopped = False
+
+    def step(self, token_id: int) -> tuple[str, str | None]:
+        """Takes a token; returns the text that may be sent now, and the stop string that ended the text, if one did.
+
+        Raises:
+            ValueError: the text has ended before.
+        """
+        if self.stopped:
+            raise ValueError("the text has ended with a stop string")
+        piece = self._detokenizer.step(token_id)
+        if self._unchecked > 0:
+            self._unchecked -= 1
+            return piece, None
+        return self._checked(piece)
+
+    def finish(self) -> tuple[str, str | None]:
+        """Ends the text from outside (length, end of sequence); returns its rest, as `step` does."""
+        if self.stopped:
+            return "", None
+        piece = self._detokenizer.finish()
+        if self._unchecked > 0:
+            return piece, None
+        text, stop = self._checked(piece)
+        return (text, stop) if stop is not None else (text + self._stop_checker.finish(), None)
+
+    def _checked(self, piece: str) -> tuple[str, str | None]:
+        if not piece:
+            return "", None
+        text, stop = self._stop_checker.step(piece)
+        self.stopped = stop is not None
+        return text, stop

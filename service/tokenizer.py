@@ -1,0 +1,352 @@
+"""Text to token ids and back, from a model folder or a GGUF file. Knows nothing of chats, streams or requests.
+
+Ids turn to text by way of bytes: every token stands for a run of bytes, and a text is their concatenation read as
+UTF-8, with U+FFFD for what is not UTF-8. This is the one definition that `decode`, the incremental detokenizer and the
+bytes of logprobs share. For byte-level tokenizers it is that of the `tokenizers` library; for byte fallback it differs
+where bytes are invalid: the library then voids the valid characters beside them too, so that no such text could be sent
+before its end.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from engine.model.errors import ModelError
+from engine.model.gguf_header import read_gguf_metadata
+
+# Names under which templates know special tokens, in tokenizer_config.json and as tokenizer.ggml.{}_token_id.
+SPECIAL_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+FURTHER_SPECIAL_NAMES = ("sep_token", "cls_token", "mask_token")
+
+# Kinds of token in GGUF metadata (tokenizer.ggml.token_type).
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+# How `pre` splits text before BPE, as the tokenizer.json of these models says.
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_PATTERN = QWEN2_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+GPT2_PRE = ("smollm", "qwen2", "llama-bpe")
+
+SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
+
+
+class Tokenizer:
+    """A tokenizer with its special tokens. All methods may be called from several threads at once.
+
+    Attributes:
+        special_tokens: texts by the names that templates use (bos_token, eos_token, ...), where the model has them.
+        special_ids: ids that `skip_special_tokens` leaves out.
+        vocab_size: one more than the highest id.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
+        """Takes a `tokenizers` tokenizer over; truncation and padding in it are switched off.
+
+        Raises:
+            ModelError: its decoder is of a kind that is not supported.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = False
+        self.backend = backend
+        self.special_tokens = dict(special_tokens)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
+        self.vocab_size = 1 + max(backend.get_vocab().values(), default=-1)
+        self._pieces = _Pieces(backend)
+        self.strips_first_space = self._pieces.strips_first_space
+
+    @classmethod
+    def load(cls, path: Path) -> "Tokenizer":
+        """Reads the tokenizer of a model folder or a GGUF file.
+
+        Raises:
+            ModelError: there is none, or it cannot be used.
+        """
+        return cls.from_folder(path) if path.is_dir() else cls.from_gguf(read_gguf_metadata(path), path)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Tokenizer":
+        """Reads tokenizer.json, and the special tokens' names from the files beside it.
+
+        Raises:
+            ModelError: a file is missing or broken.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(
+                f"{folder}: there is no tokenizer.json in it (a SentencePiece tokenizer.model is not enough)"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelError(f"{path}: not a tokenizer that can be read: {error}") from error
+        config = read_json(folder / "tokenizer_config.json")
+        named = {**read_json(folder / "special_tokens_map.json"), **config}
+        names = {}
+        for name in (*SPECIAL_NAMES, *FURTHER_SPECIAL_NAMES):
+            value = named.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                names[name] = text
+        try:
+            _add_missing(backend, config.get("added_tokens_decoder", {}), names.values(), path)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ModelError(f"{folder}/tokenizer_config.json: broken added_tokens_decoder: {error!r}") from error
+        return cls(backend, names)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], path: Path) -> "Tokenizer":
+        """Builds the tokenizer that GGUF metadata describe.
+
+        Raises:
+            ModelError: a kind of tokenizer that is not supported, or metadata that do not fit together.
+        """
+        kind = metadata.get("tokenizer.ggml.model")
+        pre = metadata.get("tokenizer.ggml.pre")
+        if kind == "gpt2":
+            if pre not in GPT2_PRE:
+                raise ModelError(
+                    f"{path}: the GGUF tokenizer gpt2 with pre {pre!r} is not supported;"
+                    f" supported: {', '.join(GPT2_PRE)}"
+                )
+        elif kind != "llama":
+            raise ModelError(
+                f"{path}: the GGUF tokenizer {kind!r} is not supported; supported: gpt2 (BPE), llama (SPM)"
+            )
+        tokens: list[str] = _required(metadata, "tokenizer.ggml.tokens", path)
+        types: list[int] = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+        if len(types) != len(tokens):
+            raise ModelError(f"{path}: {len(types)} token types for {len(tokens)} tokens")
+        names = {}
+        for name, short in SPECIAL_NAMES.items():
+            number = metadata.get(f"tokenizer.ggml.{short}_token_id")
+            if number is not None:
+                if number >= len(tokens):
+                    raise ModelError(f"{path}: {name} is {number}, outside of the vocabulary of {len(tokens)}")
+                names[name] = tokens[number]
+        # Unused entries only pad the embedding: they are no text.
+        vocab = {token: number for number, token in enumerate(tokens) if types[number] != UNUSED}
+        if kind == "gpt2":
+            backend = _byte_level_bpe(vocab, _required(metadata, "tokenizer.ggml.merges", path), str(pre), path)
+        else:
+            backend = _sentencepiece_bpe(vocab, types, metadata, path)
+        special = [tokens[number] for number, kind in enumerate(types) if kind == CONTROL]
+        plain = [tokens[number] for number, kind in enumerate(types) if kind == USER_DEFINED]
+        backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+        backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in plain])
+        add_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre == "llama-bpe")
+        add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
+        ends = (["bos_token"] if add_bos else []), (["eos_token"] if add_eos else [])
+        if any(ends):
+            backend.post_processor = _surround(vocab, names, *ends, path)
+        return cls(backend, names)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Tokenizes; special tokens that are spelled out in the text become their ids.
+
+        Args:
+            add_special_tokens: add what the model wants around a text, such as BOS.
+
+        Raises:
+            ValueError: the text holds a lone surrogate, which is no character.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            surrogate = f"lone surrogate U+{ord(text[error.start]):04X} at character {error.start}"
+            raise ValueError(f"the text is not valid Unicode: {surrogate}") from error
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_rendered_chat(self, text: str) -> list[int]:
+        """Tokenizes what a chat template rendered: the template has written BOS already, where the model wants one.
+
+        Raises:
+            ValueError: as `encode`.
+        """
+        return self.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Turns ids into text; ids outside the vocabulary have none."""
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        text = b"".join(self.token_bytes(number) for number in ids if number not in skipped).decode(errors="replace")
+        return text[1:] if self.strips_first_space and text.startswith(" ") else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for: part of a character, or several; b"" for an id outside the vocabulary."""
+        return self._pieces[token_id]
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is spelled like this in the vocabulary."""
+        number: int | None = self.backend.token_to_id(text)
+        return number
+
+
+class _Pieces(dict[int, bytes]):
+    """The bytes of each token, worked out when first asked for, by the rules of the tokenizer's decoder."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        super().__init__()
+        self._backend = backend
+        self._byte_level = False
+        self._byte_fallback = False
+        self._replaced: list[tuple[str, str]] = []
+        self.strips_first_space = False
+        if backend.decoder is None:
+            raise ModelError("the tokenizer has no decoder")
+        state: dict[str, Any] = json.loads(backend.decoder.__getstate__())
+        for step in state["decoders"] if state["type"] == "Sequence" else [state]:
+            self._read_step(step)
+
+    def _read_step(self, step: dict[str, Any]) -> None:
+        match step:
+            case {"type": "ByteLevel"}:
+                self._byte_level = True
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                self._replaced.append((old, new))
+            case {"type": "ByteFallback"}:
+                self._byte_fallback = True
+            case {"type": "Fuse"}:
+                pass
+            case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
+                self.strips_first_space = True
+            case {"type": "Metaspace", "replacement": str(old), "prepend_scheme": scheme}:
+                self._replaced.append((old, " "))
+                self.strips_first_space = scheme != "never"
+            case _:
+                raise ModelError(f"the tokenizer's decoder {json.dumps(step)} is not supported")
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
+        if token is None:
+            return b""  # not kept: the ids that somebody may ask for have no bound
+        piece = self[token_id] = self._piece(token)
+        return piece
+
+    def _piece(self, token: str) -> bytes:
+        if self._byte_level:
+            # An added token may hold characters that stand for no byte: it is text then.
+            known = all(char in BYTES for char in token)
+            return bytes(BYTES[char] for char in token) if known else token.encode()
+        if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes.fromhex(token[3:5])
+        for old, new in self._replaced:
+            token = token.replace(old, new)
+        return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Characters that stand for bytes in byte-level BPE (GPT-2): printable Latin-1 for itself, others from U+0100."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+BYTES = _byte_alphabet()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file, {} where there is no such file.
+
+    Raises:
+        ModelError: it is not a JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: not a JSON object")
+    return value
+
+
+def _required(metadata: Mapping[str, Any], key: str, path: Path) -> Any:
+    if key not in metadata:
+        raise ModelError(f"{path}: {key} is missing from the GGUF metadata")
+    return metadata[key]
+
+
+def _add_missing(backend: tokenizers.Tokenizer, added: Mapping[str, Any], special: Iterable[str], path: Path) -> None:
+    """Adds what tokenizer_config.json names and tokenizer.json lacks, and marks the named special tokens as special."""
+    for number, entry in sorted(added.items(), key=lambda item: int(item[0])):
+        flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+        token = AddedToken(entry["content"], **{flag: entry[flag] for flag in flags})
+        if backend.token_to_id(token.content) is None:
+            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+        if backend.token_to_id(token.content) != int(number):
+            raise ModelError(
+                f"{path}: token {token.content!r} has id {backend.token_to_id(token.content)}"
+                f" here and {number} in tokenizer_config.json"
+            )
+    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    for text in special:
+        if text not in known and backend.token_to_id(text) is not None:
+            backend.add_special_tokens([AddedToken(text, normalized=False)])
+
+
+def _byte_level_bpe(vocab: dict[str, int], merges: list[str], pre: str, path: Path) -> tokenizers.Tokenizer:
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    backend = _bpe(path, vocab, pairs, ignore_merges=pre == "llama-bpe")
+    if pre == "smollm":
+        split: pre_tokenizers.PreTokenizer = pre_tokenizers.Digits(individual_digits=True)
+    else:
+        split = pre_tokenizers.Split(Regex(QWEN2_PATTERN if pre == "qwen2" else LLAMA3_PATTERN), "isolated")
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre == "smollm")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece_bpe(
+    vocab: dict[str, int], types: list[int], metadata: Mapping[str, Any], path: Path
+) -> tokenizers.Tokenizer:
+    """SentencePiece BPE has no merges but scores: of all pairs whose union is a token, the best-scored comes first."""
+    scores: list[float] = _required(metadata, "tokenizer.ggml.scores", path)
+    if len(scores) != len(types):
+        raise ModelError(f"{path}: {len(scores)} scores for {len(types)} tokens")
+    parts = {token: number for token, number in vocab.items() if types[number] == NORMAL}
+    merges = []
+    for token, number in parts.items():
+        splits = ((token[:at], token[at:]) for at in range(1, len(token)))
+        found = [(left, right) for left, right in splits if left in parts and right in parts]
+        merges += [(-scores[number], number, parts[left], parts[right], (left, right)) for left, right in found]
+    merges.sort()
+    unknown = next((token for token, number in vocab.items() if types[number] == UNKNOWN), None)
+    fallback = any(types[number] == BYTE for number in vocab.values())
+    backend = _bpe(
+        path, vocab, [merge[-1] for merge in merges], unk_token=unknown, fuse_unk=True, byte_fallback=fallback
+    )
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    replace = normalizers.Replace(" ", SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
+    steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return backend
+
+
+def _bpe(path: Path, vocab: dict[str, int], merges: list[Any], **options: Any) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer(models.BPE(vocab, merges, **options))
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"{path}: the tokenizer's merges do not fit its vocabulary: {error}") from error
+
+
+def _surround(
+    vocab: dict[str, int], names: dict[str, str], before: list[str], after: list[str], path: Path
+) -> processors.PostProcessor:
+    for name in before + after:
+        if name not in names:
+            raise ModelError(f"{path}: the tokenizer adds {name}, but the GGUF metadata do not say which that is")
+    pattern = [*(names[name] for name in before), "$A", *(names[name] for name in after)]
+    special = [(names[name], vocab[names[name]]) for name in before + after]
+    return processors.TemplateProcessing(single=pattern, special_tokens=special)
