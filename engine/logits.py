@@ -16,7 +16,7 @@ class LogitsRow:
     """What a processor may know of one row of the logits.
 
     Args:
-        token_ids: (length,) int32 on the device: the prompt and every token generated so far, this step's not yet. Read only.
+        token_ids: (length,) int32 on the device, read only: the prompt and every token generated before this step.
         prompt_length: how many of them are the prompt.
         index: which of the request's n continuations.
         params: the request's sampling parameters.
@@ -48,9 +48,7 @@ class LogitsProcessorError(RuntimeError):
     """A user logits processor raised, or returned something that is not logits; the message names the processor."""
 
 
-def load_logits_processors(
-    specs: Sequence[str], *, vocab_size: int, device: torch.device
-) -> list[LogitsProcessor]:
+def load_logits_processors(specs: Sequence[str], *, vocab_size: int, device: torch.device) -> list[LogitsProcessor]:
     """Imports and constructs the processors "package.module:Class", in order.
 
     Raises:
@@ -82,9 +80,7 @@ def _load(spec: str, vocab_size: int, device: torch.device) -> LogitsProcessor:
     return cast(LogitsProcessor, processor)
 
 
-def apply_logits_processors(
-    processors: Sequence[LogitsProcessor], logits: Tensor, rows: Sequence[LogitsRow]
-) -> Tensor:
+def apply_logits_processors(processors: Sequence[LogitsProcessor], logits: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
     """The logits after all processors; each is held to its word.
 
     Raises:

@@ -1,11 +1,12 @@
-"""From logits to tokens: which stage works on which rows, in the order that SamplingParams documents.
+"""From logits to tokens: which stage works on which rows of a step, in the order that SamplingParams documents.
 
-Every row's parameters lie in tensors on the device, indexed by row; what a step's rows do not use is skipped. Knows nothing of
-the model, of pages or of when a sequence ends.
+The rows' parameters lie in tensors on the device. A stage that no row of the step needs is skipped; one that some need
+sees only those. Knows nothing of the model, of pages or of when a sequence ends.
 """
 
 import enum
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -19,10 +20,8 @@ from engine.step import RowInit
 from kernels.sampling import (
     draw,
     min_p_filter,
-    presence_frequency_penalty,
-    repetition_penalty,
+    penalize,
     scale,
-    token_counts,
     token_weights,
     top_k_filter,
     top_p_filter,
@@ -41,18 +40,15 @@ class _Uses(enum.IntFlag):
     TOP_P = 4
     MIN_P = 8
     BIAS = 16
-    REPETITION = 32
-    PRESENCE_FREQUENCY = 64
+    PENALTIES = 32
 
 
 def _uses(params: SamplingParams, vocab_size: int) -> _Uses:
     uses = _Uses(0)
     if params.logit_bias:
         uses |= _Uses.BIAS
-    if params.repetition_penalty != 1:
-        uses |= _Uses.REPETITION
-    if params.presence_penalty != 0 or params.frequency_penalty != 0:
-        uses |= _Uses.PRESENCE_FREQUENCY
+    if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
+        uses |= _Uses.PENALTIES
     if params.temperature < GREEDY_TEMPERATURE:
         return uses  # no filter takes the likeliest token away
     uses |= _Uses.RANDOM
@@ -65,6 +61,19 @@ def _uses(params: SamplingParams, vocab_size: int) -> _Uses:
     return uses
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The rows of a step and how many tokens of each are known: on the host to decide, on the device to compute."""
+
+    host_row: NDArray[np.int64]
+    host_length: NDArray[np.int64]
+    row: Tensor
+    length: Tensor
+
+    def select(self, host_at: NDArray[np.int64], at: Tensor) -> "_Batch":
+        return _Batch(self.host_row[host_at], self.host_length[host_at], self.row[at], self.length[at])
+
+
 class Sampler:
     """Chooses one token for each row of a step.
 
@@ -72,7 +81,7 @@ class Sampler:
         vocab_size: V, the width of the logits.
         device: where logits and token ids are.
         max_num_seqs: how many rows there are.
-        processors: user logits processors, applied in order to every step.
+        processors: user logits processors, applied in order in every step.
     """
 
     def __init__(
@@ -81,21 +90,167 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._processors = tuple(processors)
-        # On the host, to decide without asking the device which stages a step needs.
+        # On the host, so that the device is never asked which stages a step needs.
         self._inits: list[RowInit | None] = [None] * max_num_seqs
         self._uses = np.zeros(max_num_seqs, dtype=np.uint8)
-        self._top_k_host = np.zeros(max_num_seqs, dtype=np.int64)
-        # Generated tokens start at, and the stop mask ends at, these lengths of the row.
-        self._prompt_length_host = np.zeros(max_num_seqs, dtype=np.int64)
-        self._masked_until = np.zeros(max_num_seqs, dtype=np.int64)
-        self._stop_ids: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * max_num_seqs
-        self._bias_ids: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * max_num_seqs
-        self._bias: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * max_num_seqs
-        # On the device, one column a row: a new row costs two small copies.
+        self._host_top_k = np.zeros(max_num_seqs, dtype=np.int64)
+        self._masked_until = np.zeros(max_num_seqs, dtype=np.int64)  # the row's length once min_tokens are generated
+        self._stop_ids = [np.empty(0, dtype=np.int64)] * max_num_seqs
+        self._bias_ids = [np.empty(0, dtype=np.int64)] * max_num_seqs
+        self._bias = [np.empty(0, dtype=np.float32)] * max_num_seqs
+        # On the device, a column for each row, so that a new row costs two small copies.
         self._floats = torch.zeros(6, max_num_seqs, dtype=torch.float64, device=device)
+        self._temperature, self._top_p, self._min_p, self._repetition, self._presence, self._frequency = self._floats
         self._ints = torch.zeros(4, max_num_seqs, dtype=torch.int64, device=device)
-        self._temperature, self._min_p, self._repetition, self._presence, self._frequency = self._floats[:5].to(
-            torch.float32
-        )
-        self._top_p = self._floats[5]
         self._top_k, self._seed, self._index, self._prompt_length = self._ints
+
+    def add_row(self, init: RowInit) -> None:
+        """A sequence takes a row; what the row held before is forgotten.
+
+        Raises:
+            ValueError: params.seed is None, or a token id of logit_bias is not in the vocabulary.
+        """
+        params, row = init.params, init.row
+        if params.seed is None:
+            raise ValueError("params.seed is not set: the engine mints one before a sequence takes a row")
+        if any(not 0 <= token < self._vocab_size for token in params.logit_bias):
+            raise ValueError(f"logit_bias names a token id outside the vocabulary of {self._vocab_size}")
+        self._inits[row] = init
+        self._uses[row] = _uses(params, self._vocab_size)
+        self._host_top_k[row] = params.top_k
+        self._masked_until[row] = init.prompt_length + params.min_tokens
+        # A stop token outside the vocabulary cannot be sampled: nothing is there to mask.
+        stops = [token for token in init.stop_mask if 0 <= token < self._vocab_size]
+        self._stop_ids[row] = np.array(stops, dtype=np.int64)
+        self._bias_ids[row] = np.array(list(params.logit_bias), dtype=np.int64)
+        self._bias[row] = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        floats = (
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+        self._floats[:, row] = torch.tensor(floats, dtype=torch.float64)
+        seed = ((params.seed + 2**63) % 2**64) - 2**63  # the same 64 bits, as a signed integer
+        self._ints[:, row] = torch.tensor((min(params.top_k, self._vocab_size), seed, init.index, init.prompt_length))
+
+    def sample(
+        self, logits: Tensor, rows: Sequence[int], token_ids: Tensor, num_tokens: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """One token for each row, that depends on that row alone.
+
+        Args:
+            logits: (N, V) float32, of the last known token of each row; not changed.
+            rows: N rows, each added before.
+            token_ids: (max_num_seqs, max_len) int32: every row's tokens, prompt first.
+            num_tokens: N: how many tokens of each row are known. Anything may stand behind them.
+
+        Returns:
+            (N,) int64 tokens, and (N,) bool: whose logits (after user processors and masks) hold a NaN or +inf, or
+            nothing above -inf. Their token is 0.
+
+        Raises:
+            LogitsProcessorError: a user's processor raised, or returned something that is not logits.
+        """
+        host_row, host_length = np.asarray(rows, dtype=np.int64), np.asarray(num_tokens, dtype=np.int64)
+        batch = _Batch(host_row, host_length, self._put(host_row), self._put(host_length))
+        logits = self._adjust(logits, batch, token_ids)
+        random = self._positions(batch, _Uses.RANDOM)
+        if random.size and random.size == host_row.size:
+            largest = logits.amax(-1)  # twenty times cheaper on a CPU than with the index
+            tokens = self._draw(logits, largest, batch)
+        else:
+            largest, tokens = logits.max(-1)
+            if random.size:
+                at = self._put(random)
+                tokens[at] = self._draw(logits[at], largest[at], batch.select(random, at))
+        failed = ~largest.isfinite()
+        return tokens.masked_fill_(failed, 0), failed
+
+    def _adjust(self, logits: Tensor, batch: _Batch, token_ids: Tensor) -> Tensor:
+        """The logits after bias, penalties, user processors and stop mask: all that changes the order of tokens."""
+        biased = self._positions(batch, _Uses.BIAS)
+        penalized = self._positions(batch, _Uses.PENALTIES)
+        masked = np.flatnonzero(batch.host_length < self._masked_until[batch.host_row])
+        if biased.size or self._processors:
+            logits = logits.clone()  # these write into it
+        if biased.size:
+            bias = np.concatenate([self._bias[row] for row in batch.host_row[biased]])
+            logits.index_put_(self._entries(self._bias_ids, batch, biased), self._put(bias), accumulate=True)
+        if penalized.size:
+            # The history as it is on the device now: tokens that the host has not seen yet included.
+            history = token_ids[:, : int(batch.host_length[penalized].max())]
+
+            def penalties(part: _Batch, logits: Tensor) -> Tensor:
+                return penalize(
+                    logits,
+                    history[part.row],
+                    self._prompt_length[part.row],
+                    part.length,
+                    repetition=self._repetition[part.row].float(),
+                    presence=self._presence[part.row].float(),
+                    frequency=self._frequency[part.row].float(),
+                )
+
+            logits = self._stage(penalized, penalties, batch, logits)
+        if self._processors:
+            logits = apply_logits_processors(self._processors, logits, self._logits_rows(batch, token_ids))
+        if masked.size:
+            logits = logits.index_put(self._entries(self._stop_ids, batch, masked), logits.new_tensor(-torch.inf))
+        return logits
+
+    def _draw(self, logits: Tensor, largest: Tensor, batch: _Batch) -> Tensor:
+        """Temperature, top_k, top_p, min_p, and a token out of what is left."""
+
+        def top_k(part: _Batch, weights: Tensor, scores: Tensor) -> Tensor:
+            largest_k = int(self._host_top_k[part.host_row].max())
+            return top_k_filter(weights, scores, self._top_k[part.row], largest_k)
+
+        def top_p(part: _Batch, weights: Tensor) -> Tensor:
+            return top_p_filter(weights, self._top_p[part.row])
+
+        def min_p(part: _Batch, weights: Tensor, scores: Tensor) -> Tensor:
+            return min_p_filter(weights, scores, self._min_p[part.row].float())
+
+        scores = scale(logits, largest, self._temperature[batch.row].float())
+        weights = token_weights(scores)
+        weights = self._stage(self._positions(batch, _Uses.TOP_K), top_k, batch, weights, scores)
+        weights = self._stage(self._positions(batch, _Uses.TOP_P), top_p, batch, weights)
+        weights = self._stage(self._positions(batch, _Uses.MIN_P), min_p, batch, weights, scores)
+        return draw(weights, uniform(self._seed[batch.row], self._index[batch.row], batch.length))
+
+    def _stage(
+        self, needed: NDArray[np.int64], change: Callable[..., Tensor], batch: _Batch, values: Tensor, *also: Tensor
+    ) -> Tensor:
+        """Puts change(part of the batch, its values, its rows of `also`) in the place of the values that need it."""
+        if needed.size == 0:
+            return values
+        if needed.size == batch.host_row.size:
+            return change(batch, values, *also)
+        at = self._put(needed)
+        return values.index_copy(0, at, change(batch.select(needed, at), values[at], *(other[at] for other in also)))
+
+    def _positions(self, batch: _Batch, stage: _Uses) -> NDArray[np.int64]:
+        """Which of the batch's rows need the stage."""
+        return np.flatnonzero(self._uses[batch.host_row] & stage)
+
+    def _entries(
+        self, ids: list[NDArray[np.int64]], batch: _Batch, positions: NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor]:
+        """Index of the logits of each row's own token ids, for the rows at these positions."""
+        chosen = [ids[row] for row in batch.host_row[positions]]
+        return self._put(np.repeat(positions, [len(row) for row in chosen])), self._put(np.concatenate(chosen))
+
+    def _logits_rows(self, batch: _Batch, token_ids: Tensor) -> list[LogitsRow]:
+        rows = []
+        for row, length in zip(batch.host_row.tolist(), batch.host_length.tolist(), strict=True):
+            init = self._inits[row]
+            if init is None:
+                raise ValueError(f"row {row} was never added")
+            rows.append(LogitsRow(token_ids[row, :length], init.prompt_length, init.index, init.params))
+        return rows
+
+    def _put(self, array: NDArray[np.int64] | NDArray[np.float32]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
