@@ -34,7 +34,7 @@ from engine.messages import (
     Submit,
     ToCore,
 )
-from engine.request import FinishReason, RejectReason, RequestRejected
+from engine.request import FinishReason, RequestRejected
 
 logger = logging.getLogger(__name__)
 
@@ -76,15 +76,12 @@ class CoreServer:
     def __init__(self, core: EngineCore, info: CoreInfo, path: Path, lifeline: BinaryIO | None = None) -> None:
         self._core = core
         self._info = info
-        self._draining = False
         self._stopping = False
         self._owners: dict[str, _Connection] = {}
         self._connections: dict[socket.socket, _Connection] = {}
         self._selector = selectors.DefaultSelector()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ToCore).decode
-        self._rejected = 0
-        self._aborted = 0
         self._log = _ThroughputLog(core)
 
         self._listener = socket.socket(socket.AF_UNIX)
@@ -141,7 +138,7 @@ class CoreServer:
         self._connections[sock] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
         self._post(connection, self._info)
-        if self._draining:
+        if self._core.scheduler.draining:
             self._post(connection, CoreState(draining=True))
 
     def _receive(self, connection: _Connection) -> None:
@@ -226,11 +223,8 @@ class CoreServer:
         if connection.sock not in self._connections:
             return
         try:
-            if self._draining:
-                raise RequestRejected(RejectReason.DRAINING, "the engine is draining and takes no new requests")
             self._core.scheduler.add(request)
         except RequestRejected as refusal:
-            self._rejected += 1
             connection.outputs.rejected.append(
                 RequestRejection(request.request_id, refusal.reason, str(refusal), refusal.field)
             )
@@ -242,14 +236,12 @@ class CoreServer:
     def _call(self, connection: _Connection, call: Call) -> None:
         match call.method:
             case "stats":
-                stats = self._core.stats()
-                stats.requests_rejected, stats.requests_aborted = self._rejected, self._aborted
-                self._post(connection, StatsReply(call.call_id, stats))
+                self._post(connection, StatsReply(call.call_id, self._core.stats()))
             case "flush_cache":
                 self._post(connection, CountReply(call.call_id, self._core.scheduler.flush_cache()))
             case "drain":
-                if not self._draining:
-                    self._draining = True
+                if not self._core.scheduler.draining:
+                    self._core.scheduler.draining = True
                     for other in list(self._connections.values()):
                         self._post(other, CoreState(draining=True))
                 self._post(connection, CountReply(call.call_id, len(self._owners)))
@@ -261,7 +253,6 @@ class CoreServer:
         owner = self._owners.get(request_id)
         if owner is None or not self._core.scheduler.abort(request_id):
             return False
-        self._aborted += 1
         owner.outputs.sequences.append(SequenceOutput(request_id, 0, [], FinishReason.ABORT))
         self._forget(request_id)
         return True
@@ -274,6 +265,7 @@ class CoreServer:
             owner.outputs.sequences.append(
                 SequenceOutput(update.request_id, update.index, list(update.tokens), update.finish)
             )
+        for update in turn.updates:
             if update.finish is not None:
                 self._forget_if_ended(update.request_id)
 

@@ -15,7 +15,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
 
 
 class EndSequences(msgspec.Struct, tag="end", array_like=True):
-    """Client to core: these (request id, index) are complete (a stop string was found). Nothing more is said of them."""
+    """Client to core: these (request id, index) are complete (a stop string was found). Nothing more comes of them."""
 
     sequences: list[tuple[str, int]]
 

@@ -1,8 +1,8 @@
 """What the scheduler hands to the runner: one immutable step. Plain data: no torch.
 
 The runner keeps one *row* for every running sequence: its token ids, its page table and its sampling state live there,
-on the device. A step names only what changes, so that its cost on the host grows with the changes and not with the batch,
-and so that a step can be launched before the tokens of the step before it are known: the input of a decode row is read
+on the device. A step names only what changes, so that its cost on the host grows with the changes and not with the
+batch, and so that a step can be launched before the tokens of the step before it are known: a decode row reads its input
 from the row, where the sampler has put it.
 """
 

@@ -1,0 +1,353 @@
+"""The core's loop and its asyncio client over a real Unix socket, with the real scheduler and a runner that counts.
+
+The runner's next token is the sum of the row's tokens modulo 97, so what must come out is known by hand.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.client import CoreClient, CoreDied, RequestStream
+from engine.core import EngineCore
+from engine.core_server import CoreServer
+from engine.frames import MAX_FRAME_BYTES, FrameError, frame_length, take_frames, to_frame
+from engine.messages import CoreInfo, RequestStart, SequenceOutput
+from engine.request import FinishReason, RejectReason, Request, RequestRejected, SamplingParams
+from engine.scheduler import Scheduler
+from engine.step import Step, StepResult
+
+VOCAB = 97
+EOS = 96
+LONG = 4000
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the fake model says."""
+    return sum(tokens) % (VOCAB - 1)
+
+
+def continuation(prompt: tuple[int, ...], count: int) -> list[int]:
+    """The first tokens that the fake model generates."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class SumRunner:
+    """Sums. `gate` holds it at the beginning of a step; `failure` is raised once by the next launch."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, list[int]] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.steps = 0
+        self.failure: RuntimeError | None = None
+
+    def launch(self, step: Step) -> Step:
+        self.gate.wait()
+        self.steps += 1
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        for init in step.inits:
+            self.rows[init.row] = list(init.tokens)
+        return step
+
+    def collect(self, launched: Step) -> StepResult:
+        tokens = []
+        for sample in launched.samples:
+            tokens.append(next_token(self.rows[sample.row]))
+            self.rows[sample.row].append(tokens[-1])
+        return StepResult(tuple(tokens))
+
+
+class Served:
+    """A core server on a thread of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runner = SumRunner()
+        scheduler = Scheduler(
+            num_pages=1024,
+            page_size=16,
+            max_num_seqs=64,
+            max_num_batched_tokens=256,
+            max_model_len=8192,
+            vocab_size=VOCAB,
+            eos_token_ids=[EOS],
+        )
+        info = CoreInfo("Sum", VOCAB, 8192, [EOS], "int", "cpu", 16, 1024, 64, "0")
+        self.path = folder / "core.sock"
+        self.core = EngineCore(scheduler, self.runner)
+        self.server = CoreServer(self.core, info, self.path)
+        self.thread = threading.Thread(target=self.server.run)
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.runner.gate.set()
+        if self.thread.is_alive():
+            self.server.stop()
+            self.thread.join()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    served = Served(tmp_path)
+    yield served
+    served.stop()
+    served.core.scheduler.check_integrity()
+
+
+@asynccontextmanager
+async def connected(served: Served) -> AsyncIterator[CoreClient]:
+    client = await CoreClient.connect(served.path)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def read(stream: RequestStream) -> tuple[list[int], FinishReason | None, int]:
+    """(tokens, finish, cached tokens) of a stream with one index."""
+    tokens: list[int] = []
+    finish, cached = None, -1
+    async for event in stream:
+        if isinstance(event, RequestStart):
+            cached = event.cached_tokens
+            continue
+        for output in event:
+            tokens += output.token_ids
+            finish = output.finish
+    return tokens, finish, cached
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for something that another thread brings about."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+def request(name: str, prompt: tuple[int, ...] = (1, 2, 3), **params: object) -> Request:
+    return Request(name, prompt, SamplingParams(temperature=0.0, **params))
+
+
+async def test_a_request_gets_its_tokens(served: Served) -> None:
+    async with connected(served) as client:
+        assert client.info.architecture == "Sum"
+        stream = await client.submit(request("a", max_tokens=20))
+        assert await read(stream) == (continuation((1, 2, 3), 20), FinishReason.LENGTH, 0)
+
+
+async def test_many_requests_share_steps_and_each_gets_its_own(served: Served) -> None:
+    served.runner.gate.clear()
+    prompts = [(n, n + 1, 7) for n in range(50)]
+    async with connected(served) as client:
+        submitting = [client.submit(request(f"r{n}", prompt, max_tokens=30)) for n, prompt in enumerate(prompts)]
+        first = asyncio.gather(*submitting)
+        served.runner.gate.set()
+        results = await asyncio.gather(*(read(stream) for stream in await first))
+        assert [tokens for tokens, _, _ in results] == [continuation(prompt, 30) for prompt in prompts]
+        stats = await client.stats()
+        assert stats.max_step_rows > 30
+        assert stats.generated_tokens == 50 * 30
+        assert stats.requests_finished == 50
+        assert (stats.live_requests, stats.used_pages) == (0, 0)
+
+
+async def test_two_clients_do_not_see_each_other(served: Served) -> None:
+    async with connected(served) as one, connected(served) as other:
+        streams = await asyncio.gather(
+            one.submit(request("a", (5, 5), max_tokens=9)), other.submit(request("b", (6, 6), max_tokens=9))
+        )
+        results = [await read(stream) for stream in streams]
+        assert [tokens for tokens, _, _ in results] == [continuation((5, 5), 9), continuation((6, 6), 9)]
+
+
+async def test_a_live_id_is_refused_by_whoever_sends_it_and_the_first_is_unharmed(served: Served) -> None:
+    async with connected(served) as one, connected(served) as other:
+        first = await one.submit(request("a", max_tokens=LONG))
+        for client in (one, other):
+            with pytest.raises(RequestRejected) as refusal:
+                await client.submit(request("a"))
+            assert refusal.value.reason is RejectReason.DUPLICATE_ID
+        tokens, finish, _ = await read(first)
+        assert (len(tokens), finish) == (LONG, FinishReason.LENGTH)
+
+
+async def test_refusals_name_the_field(served: Served) -> None:
+    async with connected(served) as client:
+        with pytest.raises(RequestRejected) as refusal:
+            await client.submit(request("a", (1, VOCAB)))
+        assert refusal.value.reason is RejectReason.INVALID
+        assert refusal.value.field
+        assert (await client.stats()).requests_rejected == 1
+
+
+async def test_abort_ends_a_running_request_and_returns_its_pages(served: Served) -> None:
+    async with connected(served) as client, connected(served) as admin:
+        stream = await client.submit(request("a", max_tokens=LONG))
+        assert await admin.abort(["b", "a"]) == ["a"]
+        tokens, finish, _ = await read(stream)
+        assert finish is FinishReason.ABORT
+        assert tokens == continuation((1, 2, 3), len(tokens))
+        assert await admin.abort(["a"]) == []
+        stats = await admin.stats()
+        assert (stats.requests_aborted, stats.live_requests, stats.used_pages) == (1, 0, 0)
+
+
+async def test_an_id_may_be_used_again_right_after_an_abort(served: Served) -> None:
+    """vllm#23697: the old request's output must not reach the new one."""
+    async with connected(served) as client:
+        for attempt in range(20):
+            old = await client.submit(request("a", (50, attempt), max_tokens=LONG))
+            assert isinstance(await anext(old), RequestStart)
+            client.abort_soon("a")
+            new = await client.submit(request("a", (7, attempt), max_tokens=5))
+            assert (await read(new))[:2] == (continuation((7, attempt), 5), FinishReason.LENGTH)
+
+
+async def test_a_request_that_waits_to_be_accepted_can_be_cancelled(served: Served) -> None:
+    served.runner.gate.clear()
+    async with connected(served) as client:
+        blocker = await client.submit(request("blocker", max_tokens=LONG))
+        submitting = asyncio.create_task(client.submit(request("a", max_tokens=LONG)))
+        await asyncio.sleep(0)
+        submitting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await submitting
+        client.abort_soon("blocker")
+        served.runner.gate.set()
+        stats = await client.stats()
+        assert (stats.live_requests, stats.used_pages) == (0, 0)
+        del blocker
+
+
+async def test_a_lost_client_has_its_requests_aborted_and_the_others_go_on(served: Served) -> None:
+    async with connected(served) as other:
+        survivor = await other.submit(request("b", (9,), max_tokens=LONG))
+        async with connected(served) as client:
+            for number in range(5):
+                await client.submit(request(f"a{number}", max_tokens=LONG))
+        assert (await read(survivor))[0] == continuation((9,), LONG)
+        stats = await other.stats()
+        assert (stats.requests_aborted, stats.live_requests, stats.used_pages) == (5, 0, 0)
+
+
+async def test_a_slow_reader_gets_everything_merged(served: Served) -> None:
+    async with connected(served) as client:
+        stream = await client.submit(request("a", max_tokens=300))
+        await until(lambda: not served.core.has_work)
+        await client.stats()
+        events = [event async for event in stream]
+        assert len(events) == 2
+        assert isinstance(events[1], list)
+        assert events[1][0].token_ids == continuation((1, 2, 3), 300)
+
+
+async def test_end_sequence_ends_one_index_only(served: Served) -> None:
+    async with connected(served) as client:
+        stream = await client.submit(request("a", max_tokens=50, n=3))
+        client.end_sequence("a", 1)
+        tokens: dict[int, list[int]] = {}
+        async for event in stream:
+            if isinstance(event, list):
+                for output in event:
+                    tokens.setdefault(output.index, []).extend(output.token_ids)
+        expected = continuation((1, 2, 3), 50)
+        assert tokens == {0: expected, 2: expected}
+        assert (await client.stats()).used_pages == 0
+
+
+async def test_a_step_that_raises_ends_its_own_requests_only(served: Served) -> None:
+    async with connected(served) as client:
+        served.runner.failure = RuntimeError("CUDA error")
+        failed = await client.submit(request("a", (8,) * 40, max_tokens=10))
+        assert (await read(failed))[:2] == ([], FinishReason.ERROR)
+        again = await client.submit(request("b", (8,) * 40, max_tokens=10))
+        # What the failed step wrote is not served from the cache.
+        assert await read(again) == (continuation((8,) * 40, 10), FinishReason.LENGTH, 0)
+
+
+async def test_a_draining_core_refuses_and_finishes(served: Served) -> None:
+    async with connected(served) as client, connected(served) as other:
+        running = await client.submit(request("a", max_tokens=LONG))
+        assert await client.drain() == 1
+        await other.state_changed()
+        assert other.draining
+        with pytest.raises(RequestRejected) as refusal:
+            await other.submit(request("b"))
+        assert refusal.value.reason is RejectReason.DRAINING
+        assert len((await read(running))[0]) == LONG
+        async with connected(served) as late:
+            await late.state_changed()
+            assert late.draining
+
+
+async def test_flush_cache_tells_what_it_freed(served: Served) -> None:
+    async with connected(served) as client:
+        await read(await client.submit(request("a", (4,) * 64, max_tokens=1)))
+        assert (await client.stats()).cached_pages == 4
+        assert await client.flush_cache() == 4
+        assert (await client.stats()).free_pages == 1024
+
+
+async def test_everybody_is_told_when_the_core_goes(served: Served) -> None:
+    client = await CoreClient.connect(served.path)
+    stream = await client.submit(request("a", max_tokens=LONG))
+    served.runner.gate.clear()
+    asking = asyncio.create_task(client.stats())
+    await asyncio.sleep(0)
+    served.stop()
+    await client.closed()
+    with pytest.raises(CoreDied):
+        await read(stream)
+    assert isinstance((await asyncio.gather(asking, return_exceptions=True))[0], CoreDied | msgspec.Struct)
+    with pytest.raises(CoreDied):
+        await client.submit(request("b"))
+    with pytest.raises(CoreDied):
+        await client.stats()
+    client.abort_soon("a")
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    "nonsense", [to_frame(b"\xc1"), to_frame(b"\x91\xa3abc"), b"\xff\xff\xff\xff", to_frame(b"")], ids=repr
+)
+async def test_a_client_that_talks_nonsense_is_dropped_and_nobody_else(served: Served, nonsense: bytes) -> None:
+    async with connected(served) as client:
+        reader, writer = await asyncio.open_unix_connection(str(served.path))
+        writer.write(nonsense)
+        await reader.read()  # until the core hangs up
+        writer.close()
+        assert (await read(await client.submit(request("a", max_tokens=3))))[0] == continuation((1, 2, 3), 3)
+
+
+def test_frames_survive_any_fragmentation() -> None:
+    payloads = [b"", b"a", b"b" * 300]
+    wire = b"".join(map(to_frame, payloads))
+    assert wire[:9] == b"\0\0\0\0" + b"\1\0\0\0a"  # little-endian length, then the bytes
+    for cut in range(len(wire)):
+        buffer = bytearray(wire[:cut])
+        found = list(take_frames(buffer))
+        buffer += wire[cut:]
+        assert found + list(take_frames(buffer)) == payloads
+        assert not buffer
+
+
+def test_an_oversize_frame_is_refused_before_it_is_read() -> None:
+    with pytest.raises(FrameError, match="limit"):
+        frame_length((MAX_FRAME_BYTES + 1).to_bytes(4, "little"))
+
+
+async def test_merging_keeps_the_end() -> None:
+    stream = RequestStream(request("a"))
+    stream.accepted.set_result(None)
+    stream.put(SequenceOutput("a", 0, [1]))
+    stream.put(SequenceOutput("a", 0, [2], FinishReason.EOS))
+    stream.put(SequenceOutput("a", 0, [3]))  # after the end: not ours
+    assert [event async for event in stream] == [[SequenceOutput("a", 0, [1, 2], FinishReason.EOS)]]
