@@ -110,14 +110,16 @@ def penalize(
 
 
 def scale(logits: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
-    """Scores: logits relative to the row's largest, over the temperature; the largest score is 0, so nothing overflows.
+    """Scores: logits relative to the row's largest (so that nothing overflows) over the temperature, between -64 and 0.
+
+    A token of score -64 weighs 0 below; smaller scores would become denormal numbers, thirty times slower on a CPU.
 
     Args:
         logits: (N, V) float32.
         largest: (N,) float32, the largest logit of each row.
         temperature: (N,) float32, above 0.
     """
-    return (logits - largest[:, None]).div_(temperature[:, None])
+    return (logits - largest[:, None]).div_(temperature[:, None]).clamp_(min=-64.0)
 
 
 def token_weights(scores: Tensor) -> Tensor:
@@ -126,66 +128,69 @@ def token_weights(scores: Tensor) -> Tensor:
     A token less than about V * 2**-54 times as likely as the likeliest weighs 0.
 
     Args:
-        scores: (N, V) float32, the largest of a row 0.
+        scores: (N, V) float32 from `scale`.
 
     Returns:
         (N, V) float64, integers.
     """
     bits = 53 - (scores.shape[-1] - 1).bit_length()
-    # Below -64 the weight is 0 in any case, and denormal numbers would make exp thirty times slower on a CPU.
-    return scores.clamp(min=-64.0).exp_().to(torch.float64).mul_(2.0**bits).round_()
+    weights = torch.empty(scores.shape, dtype=torch.float64, device=scores.device)
+    return torch.exp(scores, out=weights).mul_(2.0**bits).round_()
 
 
 def top_k_filter(weights: Tensor, scores: Tensor, top_k: Tensor, largest_k: int) -> Tensor:
     """Drops tokens whose score is below the row's k-th largest; ties with it stay (as in transformers and vLLM).
 
     Args:
-        weights: (N, V) float64.
-        scores: (N, V) float32.
+        weights: (N, V) float64; changed in place and returned.
+        scores: (N, V) float32 from `scale`.
         top_k: (N,) int64 in [1, largest_k].
         largest_k: at most V.
     """
     threshold = scores.topk(largest_k, dim=-1).values.gather(-1, top_k[:, None] - 1)
-    return weights * (scores >= threshold)
+    return weights.mul_(scores >= threshold)
 
 
 def top_p_filter(weights: Tensor, top_p: Tensor) -> Tensor:
-    """Keeps the smallest set of tokens whose share of the mass reaches top_p, at least one; of ties the lowest ids.
+    """Drops all but the smallest set of tokens whose share of the mass reaches top_p; of ties the lowest ids stay.
 
     Source: nucleus sampling, arXiv:1904.09751.
 
     Args:
-        weights: (N, V) float64, integers.
-        top_p: (N,) float64 in [0, 1].
+        weights: (N, V) float64, integers; changed in place and returned.
+        top_p: (N,) float64 in [0, 1]; one token stays in any case.
     """
-    mass = top_p[:, None] * weights.sum(-1, keepdim=True)
     vocab_size = weights.shape[-1]
-    if weights.is_cuda:
-        return _nucleus(weights, mass, vocab_size)[0]
+    mass = top_p[:, None] * weights.sum(-1, keepdim=True)
     size = min(_FIRST_CANDIDATES, vocab_size)
-    kept, short = _nucleus(weights, mass, size)
-    while size < vocab_size and bool(short.any()):
+    edge, room = _nucleus(weights, mass, size)
+    while size < vocab_size and bool((short := edge == 0).any()):
         size = min(8 * size, vocab_size)
         rows = short.nonzero()[:, 0]
-        kept[rows], short[rows] = _nucleus(weights[rows], mass[rows], size)
-    return kept
+        edge[rows], room[rows] = _nucleus(weights[rows], mass[rows], size)
+    crowded = (room < vocab_size).nonzero()[:, 0]
+    if len(crowded):
+        tied = weights[crowded] == edge[crowded]
+        weights[crowded] *= ~(tied & (tied.cumsum(-1) > room[crowded]))
+    return weights.mul_(weights >= edge)
 
 
 def _nucleus(weights: Tensor, mass: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The nucleus, looked for among the `size` heaviest tokens: (N, V) weights, and (N,) whether it needs more."""
+    """The nucleus, looked for among the `size` heaviest tokens.
+
+    Returns:
+        (N, 1) float64, the lightest weight in it, 0 if it needs more tokens than these; and (N, 1) int64, how many
+        tokens of just that weight belong to it, V if all do.
+    """
     values = weights.topk(size, dim=-1).values
     reached = values.cumsum(-1)
     count = (reached - values < mass).sum(-1, keepdim=True).clamp_(min=1)
-    edge = values.gather(-1, count - 1)  # the lightest weight kept
-    room = count - (values > edge).sum(-1, keepdim=True)  # how many tokens of just that weight
-    kept = weights * (weights >= edge)
-    # Where a lighter token than the edge is in sight, so are all of the edge's weight: if all fit, none is ranked.
+    edge = values.gather(-1, count - 1)
+    room = count - (values > edge).sum(-1, keepdim=True)
+    # All tokens of the edge's weight are in sight if a lighter one is.
+    all_fit = ((values == edge).sum(-1, keepdim=True) == room) & (values[:, -1:] < edge)
     short = reached[:, -1:] < mass
-    crowded = (((values == edge).sum(-1, keepdim=True) > room) | (values[:, -1:] == edge)) & ~short
-    if weights.is_cuda or bool(crowded.any()):
-        tied = weights == edge
-        kept.masked_fill_(tied & (tied.cumsum(-1) > room), 0.0)
-    return kept, short.squeeze(-1)
+    return edge.masked_fill_(short, 0.0), room.masked_fill_(all_fit, weights.shape[-1])
 
 
 def min_p_filter(weights: Tensor, scores: Tensor, min_p: Tensor) -> Tensor:
@@ -194,24 +199,24 @@ def min_p_filter(weights: Tensor, scores: Tensor, min_p: Tensor) -> Tensor:
     Source: arXiv:2407.01082.
 
     Args:
-        weights: (N, V) float64.
-        scores: (N, V) float32, the largest of a row 0.
+        weights: (N, V) float64; changed in place and returned.
+        scores: (N, V) float32 from `scale`.
         min_p: (N,) float32 in [0, 1].
     """
-    return weights * (scores >= min_p.log()[:, None])
+    return weights.mul_(scores >= min_p.log()[:, None])
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """One token for each row with probability weight / sum: the distribution function, in token-id order, inverted.
 
     Args:
-        weights: (N, V) float64, integers, not all 0.
+        weights: (N, V) float64, integers, not all 0; overwritten.
         uniforms: (N,) float64 in [0, 1].
 
     Returns:
         (N,) int64, always a token of weight above 0.
     """
-    reached = weights.cumsum(-1)
+    reached = weights.cumsum_(-1)
     total = reached[:, -1:]
     target = torch.minimum((uniforms[:, None] * total).floor_(), total - 1)
     return torch.searchsorted(reached, target, right=True).squeeze(-1)
