@@ -115,11 +115,14 @@ def gateway(**params: Any) -> None:
 
 @main.command()
 @click.argument("prompt", required=False)
-@options.option("--model", help="Folder, GGUF file or hub id.  [default: SmolLM2-135M-Instruct]")
+@options.option("--model", show_default="SmolLM2-135M-Instruct", help="Folder, GGUF file or hub id.")
 @options.option("--raw/--chat", default=False, help="Continue the prompt as it is, without the chat template.")
 @options.together(options.sampling, options.model_files, options.engine_settings)
 def generate(prompt: str | None, **params: Any) -> None:
     """Answer PROMPT (or what standard input holds) in the terminal, without a server."""
+    from cli import settings
+
+    settings.engine_config(params, Path())  # wrong settings are told before anything is loaded
     from cli.generate import generate_text
 
     generate_text(sys.stdin.read() if prompt in (None, "-") else str(prompt), params)

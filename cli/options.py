@@ -36,9 +36,9 @@ class Budget(click.ParamType[int | float]):
             number, unit = number / 100, ""
         elif unit not in _UNITS:
             self.fail(f"{value!r}: unknown unit {unit!r} (one of KiB, MiB, GiB, KB, MB, GB, %)", param, ctx)
+        if number <= 0:
+            self.fail(f"{value!r} must be above 0", param, ctx)
         if unit == "" and number <= 1:
-            if number <= 0:
-                self.fail(f"{value!r} must be above 0", param, ctx)
             return number
         if text.endswith("%"):
             self.fail(f"{value!r} is more than there is", param, ctx)
@@ -99,7 +99,10 @@ engine_settings = together(
         help="Bytes (2GiB) or a fraction (0.9): on CUDA for everything, on the CPU for the KV pool (2GiB if unset).",
     ),
     option(
-        "--max-model-len", type=int, help="Longest prompt and completion together, in tokens.  [default: the model's]"
+        "--max-model-len",
+        type=int,
+        show_default="the model's",
+        help="Longest prompt and completion together, in tokens.",
     ),
     option("--page-size", default=16, type=int, help="Tokens in a page of the KV pool."),
     option("--max-num-seqs", default=256, type=int, help="Most sequences in one step."),
@@ -115,7 +118,7 @@ engine_settings = together(
         "--chunked-prefill/--no-chunked-prefill", default=True, help="Compute long prompts beside decodes, in pieces."
     ),
     option("--logits-processor", multiple=True, metavar="PKG.MOD:CLASS", help="Applied to the logits, in order."),
-    option("--threads", type=int, help="Torch threads on the CPU.  [default: the cores at hand]"),
+    option("--threads", type=int, show_default="the cores at hand", help="Torch threads on the CPU."),
 )
 
 service_settings = together(
@@ -123,10 +126,12 @@ service_settings = together(
         "--served-model-name", multiple=True, help="What requests may call the model; the first is the principal one."
     ),
     option(
-        "--admin-address", help="HOST:PORT (needs a key) or unix:/PATH.  [default: a Unix socket of the user's own]"
+        "--admin-address", show_default="a Unix socket of the user's own", help="HOST:PORT (needs a key) or unix:/PATH."
     ),
-    option("--metrics-port", type=port, help="Serves the engine's Prometheus metrics here.  [default: not served]"),
-    option("--max-priority", type=int, help="Highest priority that callers may ask for.  [default: any; 0 with keys]"),
+    option("--metrics-port", type=port, show_default="not served", help="Serves the engine's Prometheus metrics here."),
+    option(
+        "--max-priority", type=int, show_default="any; 0 with keys", help="Highest priority that callers may ask for."
+    ),
     option("--service-workers", default=1, type=click.IntRange(min=1), help="Processes that share the gRPC port."),
 )
 
@@ -140,12 +145,18 @@ gateway_settings = together(
 sampling = together(
     option("--system", metavar="TEXT", help="System prompt."),
     option(
-        "--max-tokens", type=click.IntRange(min=1), help="Most tokens to generate.  [default: what the window holds]"
+        "--max-tokens",
+        type=click.IntRange(min=1),
+        show_default="what the window holds",
+        help="Most tokens to generate.",
     ),
-    option("--temperature", type=float, help="0 is greedy.  [default: the model's]"),
-    option("--top-p", type=float, help="Keep the likeliest tokens up to this probability.  [default: the model's]"),
+    option("--temperature", type=float, show_default="the model's", help="0 is greedy."),
+    option("--top-p", type=float, show_default="the model's", help="Keep the likeliest tokens up to this probability."),
     option(
-        "--top-k", type=click.IntRange(min=0), help="Keep this many of the likeliest tokens.  [default: the model's]"
+        "--top-k",
+        type=click.IntRange(min=0),
+        show_default="the model's",
+        help="Keep this many of the likeliest tokens.",
     ),
     option("--seed", type=click.IntRange(min=0), help="Same seed, same answer."),
     option("--stop", multiple=True, help="Ends the answer (several may be given)."),

@@ -54,13 +54,14 @@ def serve_both(params: Params, engine: click.Command, gateway: click.Command) ->
 def serve_engine(params: Params, service_worker: click.Command) -> None:
     """`fulcrum engine`."""
     parent = Parent() if params["supervised"] else None
-    from cli.engine import run_engine
-    from engine.hub import resolve_model
-
     logs.configure(params["log_level"], "engine")
     count, port = params["service_workers"], params["grpc_port"]
     settings.engine_config(params, Path())
     settings.service_config(params, Path(), grpc_port=port)
+    # Only now: wrong settings are told at once.
+    from cli.engine import run_engine
+    from engine.hub import resolve_model
+
     with settings.reserved_port(params["host"], port, shared=count > 1) as port, clear_errors():
         model = resolve_model(params["model"], revision=params["revision"], progress=sys.stderr.isatty())
         service = settings.service_config(params, model, grpc_port=port)

@@ -1,0 +1,147 @@
+"""A tiny model folder, and the `fulcrum` command as a real process that never outlives its test."""
+
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+WAIT_SECONDS = 60.0
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer Llama without weights (for --load-format dummy) whose tokens are the 256 bytes and an end token."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    folder.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 257,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 256,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Fulcrum:
+    """A running `fulcrum` command. Its standard output can be waited for; its standard error is kept in a file."""
+
+    def __init__(self, arguments: list[str], log: Path, variables: dict[str, str]) -> None:
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "cli", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=os.environ | variables,
+                text=True,
+                start_new_session=True,
+            )
+        self.log = log
+        self.output = ""
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def expect(self, pattern: str) -> str:
+        """Reads standard output until the pattern is found; returns its first group."""
+        while not (found := re.search(pattern, self.output)):
+            line = self._lines.get(timeout=WAIT_SECONDS)
+            if line is None:
+                pytest.fail(f"no {pattern!r} in {self.output!r}; standard error:\n{self.log.read_text()}")
+            self.output += line
+        return found.group(1)
+
+    def descendants(self) -> list[int]:
+        """The process ids of everything below this process."""
+        return descendants(self.process.pid)
+
+    def wait(self) -> int:
+        """Returns the exit status."""
+        return self.process.wait(WAIT_SECONDS)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Sends a signal and returns the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(WAIT_SECONDS)
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            found += [int(child), *descendants(int(child))]
+    return found
+
+
+@pytest.fixture(scope="session")
+def await_end() -> Callable[[list[int]], None]:
+    """Fails unless these processes end within some seconds (a helper of multiprocessing ends after its parent)."""
+
+    def wait(pids: list[int]) -> None:
+        deadline = time.monotonic() + 10
+        while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+            assert time.monotonic() < deadline, f"processes {left} are left"
+            time.sleep(0.02)
+
+    return wait
+
+
+@pytest.fixture
+def fulcrum(tmp_path: Path) -> Iterator[Callable[..., Fulcrum]]:
+    """Starts `fulcrum ARGUMENTS` with further environment variables; it, and all that it started, end with the test."""
+    started: list[Fulcrum] = []
+
+    def start(*arguments: object, **variables: str) -> Fulcrum:
+        process = Fulcrum([str(each) for each in arguments], tmp_path / f"stderr-{len(started)}.log", variables)
+        started.append(process)
+        return process
+
+    yield start
+    for each in started:
+        family = each.descendants()
+        each.process.kill()
+        each.process.wait()
+        for pid in family:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue

@@ -1,0 +1,90 @@
+"""`fulcrum gateway` as a process: starts, answers, refuses, ends; and as a child that its parent outlives or not."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import pytest
+
+from cli.child import Child, ChildDied
+
+NO_ENGINE = "127.0.0.1:1"
+
+
+def status(url: str) -> int:
+    try:
+        return urllib.request.urlopen(url, timeout=10).status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_gateway_starts_and_ends(fulcrum, await_end, number: signal.Signals, workers: int) -> None:
+    process = fulcrum("gateway", "--engine", NO_ENGINE, "--port=0", f"--workers={workers}")
+    url = process.expect(r"OpenAI API  (http://127\.0\.0\.1:\d+)/v1")
+    assert status(f"{url}/livez") == 200
+    assert status(f"{url}/health") == 503
+    family = process.descendants()
+    assert process.stop(number) == 0
+    await_end(family)
+
+
+def test_a_taken_port_is_one_line_and_status_2(fulcrum) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = fulcrum("gateway", f"--port={port}")
+        assert process.wait() == 2
+    assert process.log.read_text() == f"Error: cannot listen on 127.0.0.1:{port} (--port): Address already in use\n"
+
+
+async def test_a_child_reports_and_stops() -> None:
+    child = await Child.start("gateway", ["gateway", f"--engine={NO_ENGINE}", "--port=0"], {})
+    try:
+        report = await asyncio.wait_for(child.ready(), 60)
+        assert await asyncio.to_thread(status, f"http://{report['address']}/livez") == 200
+    finally:
+        await child.stop(30, asyncio.Event())
+    with pytest.raises(ChildDied, match="the gateway ended with status 0"):
+        await child.died()
+
+
+async def test_a_child_that_cannot_start_says_why(capfd: pytest.CaptureFixture[str]) -> None:
+    child = await Child.start("gateway", ["gateway", "--host=0.0.0.0", "--port=0"], {"FULCRUM_API_KEY": ""})
+    with pytest.raises(ChildDied) as caught:
+        await asyncio.wait_for(child.ready(), 60)
+    await child.stop(0, asyncio.Event())
+    assert caught.value.status == 2
+    assert "needs at least one API key" in capfd.readouterr().err
+
+
+async def test_a_child_that_is_killed_is_named() -> None:
+    child = await Child.start("gateway", ["gateway", f"--engine={NO_ENGINE}", "--port=0"], {})
+    await asyncio.wait_for(child.ready(), 60)
+    os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(ChildDied, match="the gateway was killed by SIGKILL"):
+        await asyncio.wait_for(child.died(), 10)
+    await child.stop(0, asyncio.Event())
+
+
+def test_a_child_ends_with_a_parent_that_is_killed(tmp_path) -> None:
+    """Closing our end of its standard input is all that a SIGKILL of the parent does."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "cli", "gateway", f"--engine={NO_ENGINE}", "--port=0", "--supervised"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        assert child.stdout.readline().startswith(b'{"address"')
+        child.stdin.close()
+        assert child.wait(30) == 0
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()

@@ -1,0 +1,267 @@
+"""Options, variables, help texts and refusals of the `fulcrum` command."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from cli import settings
+from cli.main import main
+from cli.options import Budget
+from engine.config import EngineConfig
+from service.config import AUTO
+
+COMMANDS = sorted(name for name, command in main.commands.items() if not command.hidden)
+SERVING = ["serve", "engine", "gateway"]
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("FULCRUM_"):
+            monkeypatch.delenv(name)
+
+
+def parse(command: str, *arguments: str) -> dict[str, Any]:
+    return main.commands[command].make_context(command, list(arguments)).params
+
+
+def refusal(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, list(arguments))
+    assert not isinstance(result.exception, Exception) or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stderr.strip()
+
+
+def test_commands_are_those_of_the_design() -> None:
+    assert COMMANDS == ["chat", "engine", "gateway", "generate", "serve", "version"]
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
+def test_help(command: list[str]) -> None:
+    result = CliRunner().invoke(main, [*command, "--help"])
+    assert result.exit_code == 0
+    assert result.output.startswith("Usage: ")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_has_a_help_text_and_a_variable(command: str) -> None:
+    for param in main.commands[command].params:
+        if isinstance(param, click.Option) and not param.hidden:
+            assert param.help, param.name
+            assert param.envvar == "FULCRUM_" + param.opts[0].removeprefix("--").replace("-", "_").upper()
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(main, ["--version"]).output.startswith("fulcrum, version 0.")
+    lines = CliRunner().invoke(main, ["version"]).output.splitlines()
+    assert lines[0].startswith("fulcrum 0.")
+    assert any(line.startswith("grpcio 1.") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2GiB", 2147483648),
+        ("2 gib", 2147483648),
+        ("1.5GiB", 1610612736),
+        ("512MiB", 536870912),
+        ("2GB", 2_000_000_000),
+        ("4096", 4096),
+        ("0.9", 0.9),
+        ("90%", 0.9),
+        ("1", 1.0),
+        ("100%", 1.0),
+    ],
+)
+def test_budget(text: str, value: float) -> None:
+    result = Budget().convert(text, None, None)
+    assert result == value
+    assert type(result) is type(value)
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "much", "2XB", "-1", "0", "150%", "nan", "inf", "-2GiB"])
+def test_bad_budget(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        Budget().convert(text, None, None)
+
+
+def test_variables_set_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULCRUM_MAX_MODEL_LEN", "512")
+    monkeypatch.setenv("FULCRUM_PREFIX_CACHE", "0")
+    monkeypatch.setenv("FULCRUM_SERVED_MODEL_NAME", "a b")
+    monkeypatch.setenv("FULCRUM_MODEL", "some/model")
+    monkeypatch.setenv("FULCRUM_MEMORY_BUDGET", "1GiB")
+    params = parse("engine", "--max-num-seqs=8")
+    assert params["max_model_len"] == 512
+    assert params["prefix_cache"] is False
+    assert params["served_model_name"] == ("a", "b")
+    assert params["model"] == "some/model"
+    assert params["memory_budget"] == 2**30
+    assert params["max_num_seqs"] == 8
+
+
+def test_options_win_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULCRUM_PORT", "1")
+    assert parse("gateway", "--port=2")["port"] == 2
+
+
+def test_engine_defaults_are_those_of_the_engine() -> None:
+    assert settings.engine_config(parse("engine"), Path("m")) == EngineConfig(model=Path("m"))
+
+
+def test_engine_options_reach_the_engine() -> None:
+    params = parse(
+        "engine",
+        "--dtype=float32",
+        "--device=cpu",
+        "--load-format=dummy",
+        "--memory-budget=0.5",
+        "--max-model-len=100",
+        "--page-size=8",
+        "--max-num-seqs=4",
+        "--max-num-batched-tokens=64",
+        "--scheduler=static",
+        "--no-prefix-cache",
+        "--no-chunked-prefill",
+        "--logits-processor=a.b:C",
+        "--logits-processor=a.b:D",
+        "--threads=1",
+    )
+    assert settings.engine_config(params, Path("m")) == EngineConfig(
+        model=Path("m"),
+        dtype="float32",
+        device="cpu",
+        load_format="dummy",
+        memory_budget=0.5,
+        max_model_len=100,
+        page_size=8,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        scheduler="static",
+        prefix_cache=False,
+        chunked_prefill=False,
+        logits_processors=("a.b:C", "a.b:D"),
+        threads=1,
+    )
+
+
+def test_service_options_reach_the_service(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# of the team\nsk-2\n\n")
+    params = parse(
+        "engine",
+        "--host=::1",
+        "--served-model-name=x",
+        "--api-key=sk-1",
+        f"--api-key-file={keys}",
+        "--request-timeout=9.5",
+        "--grace=3",
+        "--metrics-port=0",
+        "--max-priority=5",
+        "--service-workers=2",
+    )
+    config = settings.service_config(params, Path("m"), grpc_port=7)
+    assert config.address == "[::1]:7"
+    assert config.served_model_names == ("x",)
+    assert config.api_keys == ("sk-1", "sk-2")
+    assert (config.request_timeout, config.grace_seconds, config.metrics_port) == (9.5, 3.0, 0)
+    assert (config.max_priority, config.reuse_port, config.admin_address) == (5, True, AUTO)
+    assert settings.service_config(params, Path("m"), grpc_port=7, admin=False).admin_address is None
+
+
+def test_gateway_options_reach_the_gateway() -> None:
+    params = parse(
+        "gateway",
+        "--engine-key=e",
+        "--workers=3",
+        "--cors-origin=*",
+        "--request-timeout=9",
+        "--grace=2",
+        "--access-log",
+    )
+    config = settings.gateway_config(params, ("a:1", "b:2"))
+    assert config.engines == ("a:1", "b:2")
+    assert (config.engine_key, config.workers, config.cors_origins) == ("e", 3, ("*",))
+    assert (config.request_timeout, config.shutdown_seconds, config.access_log) == (9.0, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(None, "SmolLM2-135M-Instruct"), ("org/name", "org/name"), ("org/other-7B", "org/other-7B")]
+)
+def test_name_of_a_model(model: str | None, name: str) -> None:
+    assert settings.served_names({"served_model_name": (), "model": model}) == (name,)
+
+
+def test_name_of_a_local_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, file = tmp_path / "tiny.v2", tmp_path / "Some.Q4_1.gguf"
+    folder.mkdir()
+    file.touch()
+    monkeypatch.chdir(folder)
+    for model, name in ((str(folder), "tiny.v2"), (".", "tiny.v2"), (str(file), "Some.Q4_1")):
+        assert settings.served_names({"served_model_name": (), "model": model}) == (name,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["engine", "--page-size=15"], "Error: page_size must be a power of two, not 15"),
+        (["serve", "--max-num-seqs=0"], "Error: max_num_seqs must be at least 1, not 0"),
+        (["generate", "hello", "--threads=0"], "Error: threads must be at least 1, not 0"),
+        (["engine", "--admin-address=1.2.3.4:5"], "Error: admin_address: a TCP address (1.2.3.4:5) needs an API key"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_status_2(arguments: list[str], line: str) -> None:
+    assert refusal(*arguments) == (2, line)
+
+
+@pytest.mark.parametrize("command", SERVING)
+def test_other_machines_need_a_key(command: str) -> None:
+    status, line = refusal(command, "--host=0.0.0.0")
+    assert status == 2
+    assert "0.0.0.0" in line
+    assert "API key" in line
+    assert "\n" not in line
+
+
+def test_a_key_file_without_keys_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# nothing\n")
+    status, line = refusal("gateway", f"--api-key-file={tmp_path / 'keys'}")
+    assert status == 2
+    assert "there is no key in it" in line
+
+
+@pytest.mark.parametrize("command", ["serve", "engine"])
+def test_the_default_of_every_engine_option_can_be_handed_to_a_child(command: str) -> None:
+    params = parse(command)
+    name, *arguments = settings.child_arguments(main.commands["engine"], params)
+    assert name == "engine"
+    child = parse("engine", *arguments)
+    assert {key: value for key, value in child.items() if key != "supervised"} == {
+        key: params[key] for key in child if key != "supervised"
+    }
+
+
+def test_a_child_gets_the_options_but_never_the_keys() -> None:
+    params = parse(
+        "serve",
+        "some model",
+        "--api-key=sk-secret",
+        "--no-prefix-cache",
+        "--served-model-name=a b",
+        "--served-model-name=--c",
+        "--memory-budget=0.25",
+        "--max-model-len=77",
+        "--access-log",
+    )
+    line = settings.child_arguments(main.commands["engine"], params)
+    assert "sk-secret" not in " ".join(line)
+    child = parse(*line)
+    assert child["model"] == "some model"
+    assert child["served_model_name"] == ("a b", "--c")
+    assert (child["prefix_cache"], child["memory_budget"], child["max_model_len"]) == (False, 0.25, 77)
+    gateway = parse(*settings.child_arguments(main.commands["gateway"], params, engine="h:1,h:2"))
+    assert (gateway["engine"], gateway["access_log"]) == ("h:1,h:2", True)
+    assert settings.key_variables(("a", "b"), "c")["FULCRUM_API_KEY"] == "a b"
