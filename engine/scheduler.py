@@ -215,13 +215,14 @@ class Scheduler:
         With no step in flight and `has_work`, there always is one. Every step must be given to `update` or `fail`.
         """
         plan = Plan(self._next_id, self._budget)
+        decoding = tuple(self._decoding)
         decode_first = self._chunked or self._short
         if decode_first:
-            self._decode(plan)
+            self._decode(plan, decoding)
         self._prefill(plan)
         self._admit(plan)
         if not decode_first:
-            self._decode(plan)
+            self._decode(plan, decoding)
         self._short = plan.short
         return self._close(plan)
 
@@ -234,9 +235,9 @@ class Scheduler:
         self._next_id += 1
         return step
 
-    def _decode(self, plan: Plan) -> None:
+    def _decode(self, plan: Plan, decoding: tuple[Sequence, ...]) -> None:
         works, samples, page_size = plan.works, plan.samples, self._cache.page_size
-        for sequence in tuple(self._decoding):
+        for sequence in decoding:
             if not plan.budget:
                 return
             # It may just have been preempted, or its last token may be in flight.
@@ -269,6 +270,7 @@ class Scheduler:
             elif self._fits(plan, sequence):
                 del self._waiting[index]
                 self._start(plan, sequence)
+                self._compute(plan, sequence)
                 for one in passed:
                     one.overtaken += 1
             else:
@@ -291,6 +293,7 @@ class Scheduler:
         return False
 
     def _start(self, plan: Plan, sequence: Sequence) -> None:
+        """The sequence begins to run; the first time, its request has started."""
         self._occupy(plan, sequence)
         self._prefilling[sequence] = None
         request_id, hit = sequence.request.request_id, sequence.num_computed
@@ -300,7 +303,6 @@ class Scheduler:
             if sequence.node is not None:
                 self._stats.prefix_query_tokens += sequence.num_tokens
                 self._stats.prefix_hit_tokens += hit
-        self._compute(plan, sequence)
 
     def _occupy(self, plan: Plan, sequence: Sequence) -> None:
         """Takes a row, for a sequence that may have pages already."""
@@ -504,6 +506,10 @@ class Scheduler:
 
     def _collected(self, step: Step) -> None:
         del self._in_flight[step.step_id]
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Takes back what leaving sequences held, as soon as nothing uses it."""
         leaving, self._leaving = self._leaving, []
         for sequence in leaving:
             if self._in_use(sequence):

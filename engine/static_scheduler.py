@@ -1,0 +1,88 @@
+"""Static batching, the naive baseline that continuous batching is measured against. Plain data; knows no torch, no text.
+
+When idle it takes as many waiting sequences as there are rows, and pages for each at its full length, and runs them to
+the end of the last one before it takes others. As in a padded tensor, all rows cost the same throughout:
+- Every prompt is as long as the longest. The padding of a shorter one is really computed: as the tokens of the longest
+  prompt at the places that the padding would have, whose K and V are thereby written again as they were.
+- A row that has ended has its last token computed again in every step until the batch is over.
+No pages are shared, and siblings compute their prompt each for itself.
+"""
+
+from typing import Any
+
+from engine.scheduler import Plan, Scheduler
+from engine.sequence import Sequence
+from engine.step import PageUpdate, RowWork, Step
+
+
+class StaticScheduler(Scheduler):
+    """A `Scheduler` (which see for the arguments) that makes its steps batch by batch, without a prefix cache."""
+
+    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, **settings: Any) -> None:
+        settings |= {"prefix_cache": False, "chunked_prefill": True}
+        rows = min(max_num_seqs, max_num_batched_tokens)
+        super().__init__(max_num_seqs=rows, max_num_batched_tokens=max_num_batched_tokens, **settings)
+        self._longest: Sequence | None = None  # of the batch, by prompt
+        self._padding: list[int] = []  # for each shorter prompt: tokens of padding still to compute
+
+    def schedule(self) -> Step | None:
+        """The next step, or None if nothing can run before a step in flight is collected, or at all."""
+        plan = Plan(self._next_id, self._budget)
+        if not self.num_running and not self._leaving:
+            self._begin(plan)
+        if self._prefilling or self._padding:
+            self._prefill(plan)
+            self._pad_prompts(plan)
+        else:
+            self._decode(plan, tuple(self._decoding))
+            self._pad_ended(plan)
+        return self._close(plan)
+
+    def _begin(self, plan: Plan) -> None:
+        batch: list[Sequence] = []
+        while self._waiting and self._free_rows:
+            sequence = self._waiting[0]
+            pages = self._cache.missing(sequence, sequence.max_length)
+            if pages > self._cache.available:
+                break
+            del self._waiting[0]
+            self._start(plan, sequence)
+            plan.page_updates.append(PageUpdate(sequence.row, 0, self._cache.grow(sequence, pages)))
+            batch.append(sequence)
+        lengths = [sequence.num_tokens for sequence in batch]
+        self._longest = max(batch, key=lambda sequence: sequence.num_tokens, default=None)
+        self._padding = [max(lengths) - length for length in lengths if length < max(lengths)]
+
+    def _pad_prompts(self, plan: Plan) -> None:
+        longest = self._longest
+        if self._prefilling or longest is None:
+            return
+        length = len(longest.request.prompt)
+        if longest.num_computed < length:  # it was ended before it was computed
+            self._padding = []
+        while self._padding and plan.budget:
+            chunk = min(self._padding[-1], plan.budget)
+            plan.works.append(RowWork(longest.row, length - self._padding[-1], chunk))
+            plan.budget -= chunk
+            longest.last_step = plan.step_id
+            self._padding[-1] -= chunk
+            if not self._padding[-1]:
+                self._padding.pop()
+
+    def _pad_ended(self, plan: Plan) -> None:
+        if plan.works:
+            for sequence in self._leaving:
+                plan.works.append(RowWork(sequence.row, max(sequence.num_computed - 1, 0), 1))
+                sequence.last_step = plan.step_id
+
+    def _enqueue(self, siblings: list[Sequence]) -> None:
+        for sibling in siblings:
+            super()._enqueue([sibling])
+
+    def _end(self, sequence: Sequence, *, aborted: bool = False) -> None:
+        super()._end(sequence, aborted=aborted)
+        self._sweep()
+
+    def _in_use(self, sequence: Sequence) -> bool:
+        """A row stays until the batch is over."""
+        return self.num_running > 0 or super()._in_use(sequence)

@@ -1,0 +1,280 @@
+"""What the engine's tests share: a runner without a model that checks what it is given, and a harness around it."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pytest
+
+from engine.request import FinishReason, Request, RequestRejected, SamplingParams
+from engine.scheduler import Scheduler, SequenceUpdate
+from engine.static_scheduler import StaticScheduler
+from engine.step import RowInit, Step, StepResult
+
+VOCAB = 50
+EOS = (7, 11)
+GARBAGE = -1  # what a failed step leaves in the pages it should have written
+NAN = -2  # not finite
+MASK = (1 << 61) - 1
+
+
+def mix(history: int, token: int) -> int:
+    """Names a history by the one before it and its last token."""
+    return hash((history, token)) & MASK
+
+
+def next_token(history: int, params: SamplingParams, index: int, generated: int, mask: Iterable[int]) -> int:
+    """The fake model: a token that depends on everything it should depend on, and on nothing else."""
+    key = (history, params.seed, index) if params.temperature else (history,)
+    token = hash((*key, 1)) % VOCAB
+    while generated < params.min_tokens and token in mask:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def lone_run(request: Request, index: int) -> tuple[list[int], FinishReason]:
+    """The text that the fake model gives a sequence (greedy, or with a seed of its own), computed without any engine."""
+    params = request.params
+    history = 0
+    for token in request.prompt:
+        history = mix(history, token)
+    eos = () if params.ignore_eos else EOS
+    mask = (*params.stop_token_ids, *eos)
+    tokens: list[int] = []
+    while True:
+        token = next_token(history, params, index, len(tokens), mask)
+        history = mix(history, token)
+        tokens.append(token)
+        if len(tokens) > params.min_tokens:
+            if token in eos:
+                return tokens, FinishReason.EOS
+            if token in params.stop_token_ids:
+                return tokens, FinishReason.STOP_TOKEN
+        if len(tokens) == params.max_tokens:
+            return tokens, FinishReason.LENGTH
+
+
+@dataclass
+class Row:
+    """A row of the fake runner."""
+
+    init: RowInit
+    tokens: list[int]
+    pages: list[int] = field(default_factory=list)
+
+
+class FakeRunner:
+    """Executes steps on a model of the KV pool: each slot holds the name of the token history whose K and V it has.
+
+    A work reads all slots before its own, and writes its own histories only if those were right. So whatever is shared,
+    reused, evicted or copied wrongly comes to light when a token is drawn.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, max_num_seqs: int) -> None:
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.slots = [[GARBAGE] * page_size for _ in range(num_pages)]
+        self.rows: list[Row | None] = [None] * max_num_seqs
+        self.uncollected: deque[Step] = deque()
+        self.poison: set[int] = set()  # rows whose next written slot is not finite
+
+    def execute(self, step: Step, broken: bool = False) -> StepResult:
+        """The whole step at once, in the documented order of effects; a broken one leaves garbage."""
+        busy = {work.row for old in self.uncollected for work in old.works}
+        busy |= {sample.row for old in self.uncollected for sample in old.samples}
+        read = {page: row for row in busy for page in self.rows[row].pages}
+        for init in step.inits:
+            assert init.row not in busy, "a row is reused while a step in flight uses it"
+            assert all(0 <= token < VOCAB for token in init.tokens)
+            self.rows[init.row] = Row(init, list(init.tokens))
+        for update in step.page_updates:
+            pages = self.rows[update.row].pages
+            assert update.first == len(pages), "page tables are only appended to"
+            assert all(0 <= page < self.num_pages for page in update.pages)
+            pages += update.pages
+        for work in step.works:
+            assert work.length >= 1
+            written = self.rows[work.row].pages[work.start // self.page_size :]
+            assert all(read.get(page, work.row) == work.row for page in written), "written while it is read"
+        ends = [self._forward(work.row, work.start, work.length, broken) for work in step.works]
+        tokens, failed = [], []
+        for number, sample in enumerate(step.samples):
+            row = self.rows[sample.row]
+            end = step.works[sample.work].start + step.works[sample.work].length
+            assert end == len(row.tokens), "a token is drawn from the last known one"
+            generated = len(row.tokens) - row.init.prompt_length
+            token = next_token(ends[sample.work], row.init.params, row.init.index, generated, row.init.stop_mask)
+            if ends[sample.work] in (NAN, GARBAGE):
+                token = -1
+            if ends[sample.work] == NAN:
+                failed.append(number)
+            row.tokens.append(token)
+            tokens.append(token)
+        for source, target in step.copies:
+            self.slots[target] = list(self.slots[source])
+        self.uncollected.append(step)
+        return StepResult(tuple(tokens), tuple(failed))
+
+    def _forward(self, number: int, start: int, length: int, broken: bool) -> int:
+        row = self.rows[number]
+        history = 0
+        worst = 0
+        for position in range(start):
+            history = mix(history, row.tokens[position])
+            slot = self._slot(row, position)
+            if slot in (GARBAGE, NAN):
+                worst = worst or slot
+            else:
+                assert slot == history or worst, f"row {number} reads another history at {position}"
+        for position in range(start, start + length):
+            history = mix(history, row.tokens[position])
+            content = GARBAGE if broken or -1 in row.tokens[: position + 1] else worst or history
+            if number in self.poison:
+                content = worst = NAN
+                self.poison.discard(number)
+            row_page, offset = divmod(position, self.page_size)
+            self.slots[row.pages[row_page]][offset] = content
+        return worst or (GARBAGE if broken or -1 in row.tokens else history)
+
+    def _slot(self, row: Row, position: int) -> int:
+        page, offset = divmod(position, self.page_size)
+        return self.slots[row.pages[page]][offset]
+
+
+class Harness:
+    """A scheduler, a fake runner, and everything that must hold between them after every turn."""
+
+    def __init__(self, *, depth: int = 0, static: bool = False, check: bool = True, **settings: object) -> None:
+        given = {
+            "num_pages": 64,
+            "page_size": 4,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 32,
+            "max_model_len": 128,
+            "vocab_size": VOCAB,
+            "eos_token_ids": EOS,
+            **settings,
+        }
+        self.scheduler = (StaticScheduler if static else Scheduler)(**given)
+        self.budget, self.max_num_seqs = given["max_num_batched_tokens"], given["max_num_seqs"]
+        self.runner = FakeRunner(given["num_pages"], given["page_size"], given["max_num_seqs"])
+        self.depth, self.check = depth, check
+        self.in_flight: deque[tuple[Step, StepResult | None]] = deque()
+        self.steps: list[Step] = []
+        self.requests: dict[str, Request] = {}
+        self.cached: dict[str, int] = {}
+        self.order: list[str] = []  # of first scheduling
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.finish: dict[tuple[str, int], FinishReason] = {}
+        self.silent: set[tuple[str, int]] = set()  # aborted, or ended from outside
+
+    def add(self, request_id: str, prompt: Iterable[int], **settings: object) -> Request:
+        own = {name: settings.pop(name) for name in ("priority", "salt", "bypass_cache") if name in settings}
+        params = SamplingParams(**{"temperature": 0.0, **settings})
+        request = Request(request_id, tuple(prompt), params, **own)
+        self.scheduler.add(request)
+        self.requests[request_id] = request
+        for index in range(params.n):
+            self.tokens[request_id, index] = []
+        return request
+
+    def abort(self, request_id: str) -> bool:
+        was_live = self.scheduler.abort(request_id)
+        if was_live:
+            self.silent |= {(request_id, index) for index in range(self.requests[request_id].params.n)}
+        return was_live
+
+    def end_sequence(self, request_id: str, index: int) -> None:
+        self.scheduler.end_sequence(request_id, index)
+        self.silent.add((request_id, index))
+
+    def turn(self, *, broken: bool = False, early: bool = False) -> Step | None:
+        """Schedules and launches a step; collects the oldest if its time has come.
+
+        Args:
+            broken: the step raises, when it is collected or (early) when it is launched.
+        """
+        step = self.scheduler.schedule()
+        for request_id, cached in self.scheduler.started():
+            assert request_id not in self.cached, "a request starts once"
+            self.cached[request_id] = cached
+            self.order.append(request_id)
+        if step is not None:
+            self._check_step(step)
+            result = self.runner.execute(step, broken)
+            if broken and early:
+                self.runner.uncollected.pop()
+                self._take(self.scheduler.fail(step, "broken"))
+            else:
+                self.in_flight.append((step, None if broken else result))
+        if self.in_flight and (step is None or len(self.in_flight) > self.depth):
+            self.collect()
+        elif step is None:
+            assert not self.scheduler.has_work, "nothing runs, nothing is in flight, and requests wait"
+        if self.check:
+            self.scheduler.check_integrity()
+        return step
+
+    def collect(self) -> list[SequenceUpdate]:
+        step, result = self.in_flight.popleft()
+        self.runner.uncollected.popleft()
+        updates = self.scheduler.fail(step, "broken") if result is None else self.scheduler.update(step, result)
+        self._take(updates)
+        return updates
+
+    def run(self, limit: int = 10_000) -> "Harness":
+        """Turns until nothing is left."""
+        while self.scheduler.has_work or self.in_flight:
+            self.turn()
+            limit -= 1
+            assert limit, "it does not come to an end"
+        return self
+
+    def _check_step(self, step: Step) -> None:
+        self.steps.append(step)
+        assert 1 <= step.num_tokens <= self.budget
+        rows = [work.row for work in step.works] + [sample.row for sample in step.samples]
+        assert len(set(rows)) <= self.max_num_seqs
+        assert all(init.params.seed is not None for init in step.inits)
+
+    def _take(self, updates: list[SequenceUpdate]) -> None:
+        for update in updates:
+            key = update.request_id, update.index
+            assert key not in self.finish, "nothing comes after the end"
+            assert key not in self.silent, "nothing comes after an abort"
+            assert all(0 <= token < VOCAB for token in update.tokens), "a void token got out"
+            self.tokens[key] += update.tokens
+            if update.finish is not None:
+                self.finish[key] = update.finish
+
+    def check_outputs(self) -> None:
+        """Every sequence has the text of its lone run, or the beginning of it if it was cut short."""
+        for (request_id, index), tokens in self.tokens.items():
+            request = self.requests[request_id]
+            expected, reason = lone_run(request, index)
+            finish = self.finish.get((request_id, index))
+            if finish in (None, FinishReason.ERROR):
+                assert tokens == expected[: len(tokens)]
+                assert finish or (request_id, index) in self.silent or self.scheduler.is_live(request_id)
+            else:
+                assert (tokens, finish) == (expected, reason)
+
+    def check_idle(self) -> None:
+        """All pages are free or cached, all rows are back."""
+        stats = self.scheduler.stats
+        assert (stats.running_sequences, stats.waiting_sequences, stats.live_requests) == (0, 0, 0)
+        assert stats.free_pages + stats.cached_pages == stats.total_pages
+        assert stats.used_pages == 0
+        self.scheduler.check_integrity()
+
+
+@pytest.fixture(scope="session")
+def harness() -> type[Harness]:
+    """The class: `harness(depth=1, num_pages=32)` gives one."""
+    return Harness
+
+
+@pytest.fixture(scope="session")
+def rejected() -> type[RequestRejected]:
+    """What `add` raises."""
+    return RequestRejected
