@@ -148,7 +148,7 @@ def top_k_filter(weights: Tensor, scores: Tensor, top_k: Tensor, largest_k: int)
         largest_k: at most V.
     """
     threshold = scores.topk(largest_k, dim=-1).values.gather(-1, top_k[:, None] - 1)
-    return weights.mul_(scores >= threshold)
+    return weights.masked_fill_(scores < threshold, 0.0)
 
 
 def top_p_filter(weights: Tensor, top_p: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def top_p_filter(weights: Tensor, top_p: Tensor) -> Tensor:
     if len(crowded):
         tied = weights[crowded] == edge[crowded]
         weights[crowded] *= ~(tied & (tied.cumsum(-1) > room[crowded]))
-    return weights.mul_(weights >= edge)
+    return weights.masked_fill_(weights < edge, 0.0)
 
 
 def _nucleus(weights: Tensor, mass: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -203,7 +203,7 @@ def min_p_filter(weights: Tensor, scores: Tensor, min_p: Tensor) -> Tensor:
         scores: (N, V) float32 from `scale`.
         min_p: (N,) float32 in [0, 1].
     """
-    return weights.mul_(scores >= min_p.log()[:, None])
+    return weights.masked_fill_(scores < min_p.log()[:, None], 0.0)
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
