@@ -72,9 +72,11 @@ class ServiceConfig:
             raise ValueError(f"tokenizer_threads must be at least 1, not {self.tokenizer_threads}")
 
     def _check_address(self, name: str, address: str, *, open_without_key: bool) -> None:
-        if is_unix(address) or self.api_keys:
+        if is_unix(address):
             return
         host, _ = split_address(address, name)
+        if self.api_keys:
+            return
         if not open_without_key:
             raise ValueError(f"{name}: a TCP address ({address}) needs an API key")
         if not is_loopback(host):

@@ -89,8 +89,8 @@ class Guard(grpc.aio.ServerInterceptor):
             except Exception:  # the one place that turns the unexpected into a status
                 code = "INTERNAL"
                 logger.exception("%s failed", method)
-                error = ApiError(grpc.StatusCode.INTERNAL, "INTERNAL", "internal error; the server's log has more")
-                await context.abort(error.code, error.message, error.trailers())
+                generic = ApiError(grpc.StatusCode.INTERNAL, "INTERNAL", "internal error; the server's log has more")
+                await context.abort(generic.code, generic.message, generic.trailers())
             finally:
                 self.calls[name, code] += 1
 

@@ -143,7 +143,8 @@ def _new_server(config: ServiceConfig, guard: Guard) -> grpc.aio.Server:
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         # A little below what is promised: a ping sent on time may follow its late predecessor closely.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", int(config.min_ping_seconds * 900)),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(config.min_ping_seconds * 900)),
     ]
     return grpc.aio.server(interceptors=(guard,), options=options)
 

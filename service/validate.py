@@ -174,7 +174,7 @@ def _sampling(
     given, stopping = request.sampling, request.stopping
 
     def chosen(field: str, default: float) -> float:
-        value: float = getattr(given, field) if given.HasField(field) else default  # type: ignore[arg-type]
+        value: float = getattr(given, field) if given.HasField(field) else default
         return value
 
     temperature = chosen("temperature", defaults.temperature)
@@ -233,5 +233,5 @@ def _refuse_unserved(request: pb.GenerateRequest) -> None:
     if constraint is not None:
         raise not_served(constraint, f"constrained generation ({constraint}) is")
     for field in ("top_logprobs", "prompt_logprobs"):
-        if request.output.HasField(field):  # type: ignore[arg-type]
+        if request.output.HasField(field):
             raise not_served(f"output.{field}", "logprobs are")

@@ -1,0 +1,397 @@
+"""Health, reflection, keys, drain, a dying engine, addresses and pings of the real server."""
+
+import asyncio
+import re
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+
+from engine.request import FinishReason
+from fulcrum.v1 import inference_pb2 as pb
+from service.server import ADMIN, INFERENCE
+
+Status = health_pb2.HealthCheckResponse
+KEY = (("authorization", "Bearer s3cret"),)
+
+
+def prompt(request_id="r", **fields):
+    return pb.GenerateRequest(request_id=request_id, token_ids=pb.TokenIds(ids=[1, 2, 3]), **fields)
+
+
+async def begin(server, request_id="r", **fields):
+    call = server.stub.Generate(prompt(request_id, **fields))
+    assert (await call.read()).HasField("accepted")
+    server.core.start(request_id)
+    assert (await call.read()).HasField("started")
+    return call
+
+
+async def end_of(call):
+    """The error that ends the call; None for OK."""
+    try:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error
+    return None
+
+
+def mode_of(path):
+    """The permission bits of a file, None where there is none."""
+    return stat.S_IMODE(Path(path).stat().st_mode) if Path(path).exists() else None
+
+
+async def code_of(awaitable):
+    try:
+        await awaitable
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+# -------------------- health, reflection
+
+
+async def test_health_check(make_core, serving):
+    async with serving(make_core()) as server:
+        health = health_pb2_grpc.HealthStub(server.channel)
+        for service in ("", INFERENCE, ADMIN):
+            reply = await health.Check(health_pb2.HealthCheckRequest(service=service))
+            assert reply.status == Status.SERVING
+        unknown = health.Check(health_pb2.HealthCheckRequest(service="no.such.Service"))
+        assert await code_of(unknown) is grpc.StatusCode.NOT_FOUND
+        reply = await health_pb2_grpc.HealthStub(server.admin_channel).Check(
+            health_pb2.HealthCheckRequest(service=ADMIN)
+        )
+        assert reply.status == Status.SERVING
+
+
+async def test_health_watch_streams_changes(make_core, serving):
+    core = make_core()
+    async with serving(core) as server:
+        health = health_pb2_grpc.HealthStub(server.channel)
+        watches = [health.Watch(health_pb2.HealthCheckRequest(service=service)) for service in ("", INFERENCE)]
+        for watch in watches:
+            assert (await watch.read()).status == Status.SERVING
+        unknown = health.Watch(health_pb2.HealthCheckRequest(service="no.such.Service"))
+        assert (await unknown.read()).status == Status.SERVICE_UNKNOWN
+        await core.drain()
+        for watch in watches:
+            assert (await watch.read()).status == Status.NOT_SERVING
+            watch.cancel()
+        unknown.cancel()
+
+
+async def test_health_answers_while_everything_is_busy(make_core, serving):
+    core = make_core()
+    async with serving(core) as server:
+        calls = [await begin(server, f"r{number}") for number in range(50)]
+        began = time.monotonic()
+        await health_pb2_grpc.HealthStub(server.channel).Check(health_pb2.HealthCheckRequest())
+        assert time.monotonic() - began < 1
+        for call in calls:
+            call.cancel()
+        await core.until(lambda: len(core.aborted) == 50)
+
+
+@pytest.mark.parametrize("version", ["v1alpha", "v1"])
+async def test_reflection_lists_and_describes(make_core, serving, version):
+    async with serving(make_core()) as server:
+        for channel, own in ((server.channel, INFERENCE), (server.admin_channel, ADMIN)):
+            ask = channel.stream_stream(
+                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+                request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )
+            call = ask(
+                iter(
+                    [
+                        reflection_pb2.ServerReflectionRequest(list_services=""),
+                        reflection_pb2.ServerReflectionRequest(file_containing_symbol=own),
+                    ]
+                )
+            )
+            names = [service.name for service in (await call.read()).list_services_response.service]
+            assert names == sorted([own, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"])
+            files = (await call.read()).file_descriptor_response.file_descriptor_proto
+            assert any(b"fulcrum/v1/inference.proto" in file for file in files)
+
+
+# -------------------- keys
+
+
+async def test_keys(make_core, serving, details, caplog):
+    core = make_core()
+    core.reply = lambda request: [(0, [65], FinishReason.LENGTH)]
+    async with serving(core, api_keys=("other", "s3cret")) as server:
+        for metadata, reason in (
+            ((), "API_KEY_MISSING"),
+            ((("authorization", "s3cret"),), "API_KEY_MISSING"),
+            ((("authorization", "Basic s3cret"),), "API_KEY_MISSING"),
+            ((("authorization", "Bearer s3cre"),), "API_KEY_INVALID"),
+            ((("authorization", "Bearer s3cretx"),), "API_KEY_INVALID"),
+            ((("authorization", "Bearer"),), "API_KEY_MISSING"),
+        ):
+            error = details(await end_of(server.stub.Generate(prompt(), metadata=metadata)))
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, reason)
+            assert await code_of(server.admin.GetStats(pb.GetStatsRequest(), metadata=metadata)) is error.code
+        assert core.requests == []
+        for metadata in (KEY, (("authorization", "bearer other"),)):
+            assert await end_of(server.stub.Generate(prompt(), metadata=metadata)) is None
+            assert await code_of(server.admin.GetStats(pb.GetStatsRequest(), metadata=metadata)) is grpc.StatusCode.OK
+        # A probe needs none; reflection does.
+        health = health_pb2_grpc.HealthStub(server.channel)
+        assert await code_of(health.Check(health_pb2.HealthCheckRequest())) is grpc.StatusCode.OK
+        reflect = server.channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        assert (await end_of(reflect(iter([b""])))).code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "s3cre" not in caplog.text
+    assert "s3cret" not in repr(server.config)
+
+
+# -------------------- the end
+
+
+async def test_drain_lets_running_requests_finish(make_core, serving, details):
+    core = make_core()
+    async with serving(core, grace_seconds=20.0) as server:
+        call = await begin(server)
+        watch = health_pb2_grpc.HealthStub(server.channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == Status.SERVING
+        server.stop.set()
+        assert (await watch.read()).status == Status.NOT_SERVING
+        error = details(await end_of(server.stub.Generate(prompt("late"))))
+        assert (error.code, error.reason, error.retry_after) == (grpc.StatusCode.UNAVAILABLE, "DRAINING", 1.0)
+        assert not server.task.done()
+        core.emit("r", 0, [65], FinishReason.LENGTH)
+        assert await end_of(call) is None
+        async with asyncio.timeout(10):  # well within the grace: an open Watch does not hold it up
+            await server.task
+        assert core.aborted == []
+
+
+async def test_what_outlives_the_grace_ends_unavailable(make_core, serving, details):
+    core = make_core()
+    async with serving(core, grace_seconds=0.2) as server:
+        calls = [await begin(server, "r0"), await begin(server, "r1", n=2)]
+        server.stop.set()
+        for call in calls:
+            error = details(await end_of(call))
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        await server.task
+        assert sorted(core.aborted) == ["r0", "r1"]
+
+
+async def test_a_dead_core_ends_every_stream_at_once(make_core, serving, details):
+    core = make_core(max_model_len=1 << 20)
+    async with serving(core) as server:
+        reading, stuck = await begin(server, "reading"), await begin(server, "stuck")
+        for _ in range(100):
+            core.emit("stuck", 0, [65] * 4000)
+            await asyncio.sleep(0)
+        core.die()
+        for call in (reading, stuck):
+            error = details(await end_of(call))
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_DEAD")
+            assert error.retry_after > 0
+        health = health_pb2_grpc.HealthStub(server.channel)
+        assert (await health.Check(health_pb2.HealthCheckRequest(service=INFERENCE))).status == Status.NOT_SERVING
+        assert details(await end_of(server.stub.Generate(prompt("next")))).reason == "ENGINE_DEAD"
+        for call in (
+            server.admin.GetStats(pb.GetStatsRequest()),
+            server.admin.FlushCache(pb.FlushCacheRequest()),
+            server.admin.Abort(pb.AbortRequest(request_ids=["x"])),
+            server.admin.Drain(pb.DrainRequest()),
+        ):
+            assert await code_of(call) is grpc.StatusCode.UNAVAILABLE
+
+
+# -------------------- admin
+
+
+async def test_admin_stats_and_flush(make_core, serving, details):
+    core = make_core()
+    async with serving(core) as server:
+        call = await begin(server)
+        stats = (await server.admin.GetStats(pb.GetStatsRequest())).stats
+        assert (stats.live_requests, stats.requests_accepted, stats.steps, stats.total_pages) == (1, 1, 41, 512)
+        watch = server.admin.WatchStats(pb.WatchStatsRequest(interval_seconds=0.1))
+        assert (await watch.read()).stats.live_requests == 1
+        call.cancel()
+        await core.until(lambda: not core.streams)
+        while (await watch.read()).stats.live_requests:
+            pass
+        watch.cancel()
+        assert (await server.admin.FlushCache(pb.FlushCacheRequest())).pages_freed == 12
+        for interval in (0.0, float("nan"), float("inf"), -1.0):
+            bad = server.admin.WatchStats(pb.WatchStatsRequest(interval_seconds=interval))
+            assert details(await end_of(bad)).fields == ["interval_seconds"]
+        assert await code_of(server.admin.GetTrace(pb.GetTraceRequest(request_id="r"))) is (
+            grpc.StatusCode.UNIMPLEMENTED
+        )
+
+
+async def test_admin_drain_waits_for_the_running_requests(make_core, serving, details):
+    core = make_core()
+    async with serving(core) as server:
+        call = await begin(server)
+        draining = asyncio.ensure_future(server.admin.Drain(pb.DrainRequest()))
+        health = health_pb2_grpc.HealthStub(server.channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        while (await watch.read()).status == Status.SERVING:
+            pass
+        watch.cancel()
+        assert details(await end_of(server.stub.Generate(prompt("late")))).reason == "DRAINING"
+        assert not draining.done()
+        core.emit("r", 0, [65], FinishReason.LENGTH)
+        assert await end_of(call) is None
+        assert (await draining).requests_aborted == 0
+
+
+async def test_admin_drain_with_a_grace_ends_what_is_left(make_core, serving, details):
+    core = make_core()
+    async with serving(core) as server:
+        call = await begin(server)
+        ended = asyncio.create_task(end_of(call))
+        assert (await server.admin.Drain(pb.DrainRequest(grace_seconds=0.1))).requests_aborted == 1
+        assert details(await ended).reason == "DRAINING"
+        bad = server.admin.Drain(pb.DrainRequest(grace_seconds=float("nan")))
+        assert await code_of(bad) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_the_admin_service_is_not_on_the_main_address(make_core, serving):
+    async with serving(make_core()) as server:
+        stray = server.channel.unary_unary(f"/{ADMIN}/GetStats")
+        assert await code_of(stray(b"")) is grpc.StatusCode.UNIMPLEMENTED
+        path = server.addresses.admin_address.removeprefix("unix:")
+        assert mode_of(path) == 0o600
+    assert mode_of(path) is None
+
+
+async def test_the_default_admin_socket_lies_in_a_folder_of_ones_own(make_core, serving, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    async with serving(make_core(), admin_address="auto") as server:
+        port = server.addresses.address.rpartition(":")[2]
+        assert server.addresses.admin_address == f"unix:{tmp_path}/fulcrum/admin-{port}.sock"
+        assert mode_of(tmp_path / "fulcrum") == 0o700
+        assert await code_of(server.admin.GetStats(pb.GetStatsRequest())) is grpc.StatusCode.OK
+    (tmp_path / "fulcrum").chmod(0o755)
+    with pytest.raises(PermissionError, match="only user"):
+        async with serving(make_core(), admin_address="auto"):
+            pass
+
+
+# -------------------- addresses
+
+
+async def test_a_unix_address_serves(make_core, serving, tmp_path):
+    async with serving(make_core(), address=f"unix:{tmp_path}/main.sock") as server:
+        assert server.addresses.address == f"unix:{tmp_path}/main.sock"
+        assert (await server.stub.GetModel(pb.GetModelRequest())).vocab_size == 258
+
+
+async def test_a_port_in_use_is_a_clear_error(make_core, serving):
+    async with serving(make_core()) as server:
+        with pytest.raises(OSError, match="cannot listen on"):
+            async with serving(make_core(), address=server.addresses.address, admin_address=None):
+                pass
+
+
+async def test_two_processes_worth_of_servers_share_a_port(make_core, serving):
+    async with serving(make_core(), reuse_port=True) as first:
+        shared = first.addresses.address
+        async with serving(make_core(), address=shared, reuse_port=True, admin_address=None) as second:
+            assert second.addresses.address == shared
+            assert second.addresses.admin_address is None
+            assert (await second.stub.GetModel(pb.GetModelRequest())).vocab_size == 258
+
+
+# -------------------- pings
+
+
+def ping_until(port, interval, count):
+    """Speaks HTTP/2 by hand: PINGs on a connection without calls. The error code of a GOAWAY, or None."""
+
+    def frame(kind, payload, flags=0):
+        return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + bytes(4) + payload
+
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+        sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, b""))
+        inbox, acks, sent, due = b"", 0, 0, time.monotonic()
+        while acks < count:
+            if sent == acks:
+                time.sleep(max(0, due - time.monotonic()))
+                sock.sendall(frame(6, struct.pack(">Q", sent)))
+                sent, due = sent + 1, time.monotonic() + interval
+            data = sock.recv(65536)
+            if not data:
+                return -1
+            inbox += data
+            while len(inbox) >= 9 and len(inbox) >= 9 + (size := int.from_bytes(inbox[:3], "big")):
+                kind, flags, payload = inbox[3], inbox[4], inbox[9 : 9 + size]
+                inbox = inbox[9 + size :]
+                if kind == 7:
+                    return int.from_bytes(payload[4:8], "big")
+                if kind == 6 and flags & 1:
+                    acks += 1
+                elif kind == 6:
+                    sock.sendall(frame(6, payload, 1))
+                elif kind == 4 and not flags & 1:
+                    sock.sendall(frame(4, b"", 1))
+    return None
+
+
+async def test_pings_without_calls_are_tolerated_down_to_the_interval(make_core, serving):
+    async with serving(make_core(), min_ping_seconds=0.2) as server:
+        port = int(server.addresses.address.rpartition(":")[2])
+        assert await asyncio.to_thread(ping_until, port, 0.2, 10) is None
+        enhance_your_calm = 0xB
+        assert await asyncio.to_thread(ping_until, port, 0.01, 30) == enhance_your_calm
+
+
+@pytest.mark.full
+async def test_pings_every_five_seconds_are_tolerated(make_core, serving):
+    async with serving(make_core()) as server:
+        port = int(server.addresses.address.rpartition(":")[2])
+        assert await asyncio.to_thread(ping_until, port, 5.0, 6) is None
+
+
+# -------------------- metrics
+
+
+async def test_metrics(make_core, serving):
+    core = make_core()
+    async with serving(core, metrics_port=0) as server:
+        call = await begin(server)
+        await end_of(server.stub.Generate(prompt("bad", n=0)))
+
+        def scrape():
+            with urllib.request.urlopen(f"http://{server.addresses.metrics_address}/metrics", timeout=20) as reply:
+                return reply.read().decode()
+
+        text = await asyncio.to_thread(scrape)
+        assert "fulcrum_engine_up 1.0" in text
+        assert "fulcrum_engine_live_requests 1.0" in text
+        assert "fulcrum_engine_steps_total 41.0" in text
+        assert re.search(r'fulcrum_service_calls_total\{code="INVALID_ARGUMENT",method="Generate"\} 1\.0', text)
+        call.cancel()
+        await core.until(lambda: not core.streams)
+        text = await asyncio.to_thread(scrape)
+        assert "fulcrum_engine_live_requests 0.0" in text
+        assert 'code="CANCELLED",method="Generate"} 1.0' in text
+        core.die()
+        assert "fulcrum_engine_up 0.0" in await asyncio.to_thread(scrape)
+
+
+def test_importing_the_service_loads_no_torch():
+    code = "import service, service.config, sys; assert not {'torch', 'tokenizers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
