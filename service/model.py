@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import grpc
 
 from engine.model.config import GenerationDefaults
-from engine.model.gguf import read_gguf_metadata
+from engine.model.gguf_header import read_gguf_metadata
 from service.chat_template import ChatTemplate
 from service.config import ServiceConfig
 from service.detokenizer import Detokenizer, StopChecker, TextStream

@@ -173,18 +173,18 @@ def _sampling(
 ) -> SamplingParams:
     given, stopping = request.sampling, request.stopping
 
-    def chosen(field: str, default: float) -> float:
-        value: float = getattr(given, field) if given.HasField(field) else default
+    def chosen(field: str, default: float, low: float, high: float, *, above: bool = False) -> float:
+        if not given.HasField(field):
+            return default  # the model's own, whatever it is
+        value: float = getattr(given, field)
+        bad.number(f"sampling.{field}", value, low, high, above=above)
         return value
 
-    temperature = chosen("temperature", defaults.temperature)
-    top_p = chosen("top_p", defaults.top_p)
-    min_p = chosen("min_p", defaults.min_p)
-    repetition = chosen("repetition_penalty", defaults.repetition_penalty)
-    bad.number("sampling.temperature", temperature, 0, 2)
-    bad.number("sampling.top_p", top_p, 0, 1, above=True)
-    bad.number("sampling.min_p", min_p, 0, 1)
-    bad.number("sampling.repetition_penalty", repetition, 0, 2, above=True)
+    temperature = chosen("temperature", defaults.temperature, 0, 2)
+    top_k = int(chosen("top_k", defaults.top_k, 0, 2**32))
+    top_p = chosen("top_p", defaults.top_p, 0, 1, above=True)
+    min_p = chosen("min_p", defaults.min_p, 0, 1)
+    repetition = chosen("repetition_penalty", defaults.repetition_penalty, 0, 2, above=True)
     bad.number("sampling.presence_penalty", given.presence_penalty, -2, 2)
     bad.number("sampling.frequency_penalty", given.frequency_penalty, -2, 2)
     bad.token_ids("sampling.logit_bias", given.logit_bias, info.vocab_size)
@@ -194,7 +194,7 @@ def _sampling(
     bad.number("n", n, 1, min(MAX_N, info.max_num_seqs))
     return SamplingParams(
         temperature=temperature,
-        top_k=min(int(chosen("top_k", defaults.top_k)), info.vocab_size),
+        top_k=min(top_k, info.vocab_size),
         top_p=top_p,
         min_p=min_p,
         presence_penalty=given.presence_penalty,
