@@ -265,9 +265,9 @@ class Scheduler:
         index = 0
         while index < len(self._waiting) and self._free_rows and plan.budget and not plan.short:
             sequence = self._waiting[index]
-            if sequence.row >= 0:  # a step in flight still uses what it held
-                index += 1
-            elif self._fits(plan, sequence):
+            if sequence.row >= 0:  # a step in flight uses what it held
+                return
+            if self._fits(plan, sequence):
                 del self._waiting[index]
                 self._start(plan, sequence)
                 self._compute(plan, sequence)
@@ -276,8 +276,8 @@ class Scheduler:
             else:
                 passed.append(sequence)
                 index += 1
-                if sequence.overtaken >= MAX_OVERTAKEN or len(passed) > LOOK_AHEAD:
-                    return
+            if len(passed) > LOOK_AHEAD or any(one.overtaken >= MAX_OVERTAKEN for one in passed):
+                return
 
     def _fits(self, plan: Plan, sequence: Sequence) -> bool:
         """Whether the sequence can be admitted; if so, it has its cached prefix."""
@@ -296,6 +296,7 @@ class Scheduler:
         """The sequence begins to run; the first time, its request has started."""
         self._occupy(plan, sequence)
         self._prefilling[sequence] = None
+        sequence.overtaken = 0
         request_id, hit = sequence.request.request_id, sequence.num_computed
         if request_id in self._new:
             self._new.remove(request_id)
@@ -430,12 +431,15 @@ class Scheduler:
     def update(self, step: Step, result: StepResult) -> list[SequenceUpdate]:
         """Takes in what a step brought: tokens are appended, ends are judged, rows and pages go back."""
         updates: list[SequenceUpdate] = []
-        ended = list[Sequence]()
-        page_size = self._cache.page_size
+        ended: list[Sequence] = []
+        rows, page_size = self._rows, self._cache.page_size
         for index in result.failed:
             self._spoilt(step, index, updates)
-        for sample, token in zip(step.samples, result.tokens, strict=True):
-            sequence = self._row(sample.row)
+        failures = len(updates)
+        for (_, row), token in zip(step.samples, result.tokens, strict=True):
+            sequence = rows[row]
+            if sequence is None:
+                raise IntegrityError(f"row {row} is empty while a step in flight uses it")
             if sequence.state is not State.RUNNING and self._is_void(sequence, step):
                 continue
             tokens, request = sequence.tokens, sequence.request
@@ -448,9 +452,9 @@ class Scheduler:
             if sequence.num_computed - sequence.num_cached >= page_size:
                 self._cache.publish(sequence)
             updates.append(SequenceUpdate(request.request_id, sequence.index, (token,), finish))
-            self._stats.generated_tokens += 1
             if finish is not None:
                 ended.append(sequence)
+        self._stats.generated_tokens += len(updates) - failures
         for sequence in ended:
             self._end(sequence)
         self._collected(step)

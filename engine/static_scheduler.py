@@ -1,4 +1,4 @@
-"""Static batching, the naive baseline that continuous batching is measured against. Plain data; knows no torch, no text.
+"""Static batching, the naive baseline that continuous batching is measured against. Knows no torch and no text.
 
 When idle it takes as many waiting sequences as there are rows, and pages for each at its full length, and runs them to
 the end of the last one before it takes others. As in a padded tensor, all rows cost the same throughout:

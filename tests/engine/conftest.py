@@ -33,7 +33,7 @@ def next_token(history: int, params: SamplingParams, index: int, generated: int,
 
 
 def lone_run(request: Request, index: int) -> tuple[list[int], FinishReason]:
-    """The text that the fake model gives a sequence (greedy, or with a seed of its own), computed without any engine."""
+    """The text that the fake model gives a sequence, greedy or with a seed of its own, without any engine."""
     params = request.params
     history = 0
     for token in request.prompt:
@@ -70,8 +70,9 @@ class FakeRunner:
     reused, evicted or copied wrongly comes to light when a token is drawn.
     """
 
-    def __init__(self, num_pages: int, page_size: int, max_num_seqs: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, max_num_seqs: int, max_model_len: int) -> None:
         self.page_size = page_size
+        self.width = -(-max_model_len // page_size)
         self.num_pages = num_pages
         self.slots = [[GARBAGE] * page_size for _ in range(num_pages)]
         self.rows: list[Row | None] = [None] * max_num_seqs
@@ -82,7 +83,10 @@ class FakeRunner:
         """The whole step at once, in the documented order of effects; a broken one leaves garbage."""
         busy = {work.row for old in self.uncollected for work in old.works}
         busy |= {sample.row for old in self.uncollected for sample in old.samples}
-        read = {page: row for row in busy for page in self.rows[row].pages}
+        readers: dict[int, set[int]] = {}
+        for row in busy:
+            for page in self.rows[row].pages:
+                readers.setdefault(page, set()).add(row)
         for init in step.inits:
             assert init.row not in busy, "a row is reused while a step in flight uses it"
             assert all(0 <= token < VOCAB for token in init.tokens)
@@ -92,10 +96,11 @@ class FakeRunner:
             assert update.first == len(pages), "page tables are only appended to"
             assert all(0 <= page < self.num_pages for page in update.pages)
             pages += update.pages
+            assert len(pages) <= self.width, "the page table is wider than the window"
         for work in step.works:
             assert work.length >= 1
             written = self.rows[work.row].pages[work.start // self.page_size :]
-            assert all(read.get(page, work.row) == work.row for page in written), "written while it is read"
+            assert all(readers.get(page, {work.row}) == {work.row} for page in written), "written while it is read"
         ends = [self._forward(work.row, work.start, work.length, broken) for work in step.works]
         tokens, failed = [], []
         for number, sample in enumerate(step.samples):
@@ -157,7 +162,7 @@ class Harness:
         }
         self.scheduler = (StaticScheduler if static else Scheduler)(**given)
         self.budget, self.max_num_seqs = given["max_num_batched_tokens"], given["max_num_seqs"]
-        self.runner = FakeRunner(given["num_pages"], given["page_size"], given["max_num_seqs"])
+        self.runner = FakeRunner(given["num_pages"], given["page_size"], given["max_num_seqs"], given["max_model_len"])
         self.depth, self.check = depth, check
         self.in_flight: deque[tuple[Step, StepResult | None]] = deque()
         self.steps: list[Step] = []
@@ -259,8 +264,21 @@ class Harness:
             else:
                 assert (tokens, finish) == (expected, reason)
 
+    def check_cache(self) -> None:
+        """Every page of the tree holds the K and V of just the tokens that it is found by (or is not finite)."""
+        tree = self.scheduler._cache._tree
+        stack = [(child, 0) for child in tree._root.children.values()]
+        while stack:
+            node, history = stack.pop()
+            for key, page in zip(node.keys, node.pages, strict=True):
+                for offset, token in enumerate(key[1] if isinstance(key[0], str) else key):
+                    history = mix(history, token)
+                    assert self.runner.slots[page][offset] in (history, NAN)
+            stack += [(child, history) for child in node.children.values()]
+
     def check_idle(self) -> None:
-        """All pages are free or cached, all rows are back."""
+        """All pages are free or cached, all rows are back, and the cache is right."""
+        self.check_cache()
         stats = self.scheduler.stats
         assert (stats.running_sequences, stats.waiting_sequences, stats.live_requests) == (0, 0, 0)
         assert stats.free_pages + stats.cached_pages == stats.total_pages
