@@ -19,13 +19,14 @@ class FinishReason(enum.IntEnum):
 class SamplingParams:
     """How tokens are chosen, with every default already applied (the service resolves unset fields).
 
-    Order of effects: logit_bias and penalties on the raw logits, user logits processors, the min_tokens mask,
-    temperature, then top_k, top_p and min_p.
+    Order of effects: on the raw logits logit_bias, repetition_penalty, then presence_penalty and frequency_penalty; user
+    logits processors; the min_tokens mask; temperature; then top_k, top_p (of what top_k leaves) and min_p.
 
     Args:
         temperature: 0 is greedy (anything below 1e-5 is taken as 0).
-        top_k: 0 is off.
-        top_p: 1 is off; keeps the smallest set of tokens whose probability reaches top_p, at least one.
+        top_k: 0 is off, and so is the vocabulary's size or more; ties with the k-th likeliest stay.
+        top_p: 1 is off; keeps the smallest set of tokens whose probability reaches top_p, at least one; of ties the
+            lowest ids.
         min_p: 0 is off; keeps tokens at least min_p times as likely as the likeliest.
         presence_penalty, frequency_penalty: over the generated tokens (OpenAI's definition).
         repetition_penalty: over prompt and generated tokens (CTRL, arXiv:1909.05858); 1 is off.
