@@ -16,7 +16,6 @@ class GatewayConfig:
         port: TCP port (0: any free one).
         engines: HOST:PORT (or unix:PATH) of each engine server; all serve the same model.
         api_keys: keys that callers may show as `Authorization: Bearer KEY`.
-        api_key_file: further keys, one a line; blank lines and lines that start with # are skipped.
         engine_key: the key that this gateway shows to the engines.
         cors_origins: origins that browsers may call from ("*": any).
         request_timeout: longest life of a request, seconds (None: no limit). A caller may ask for less.
@@ -33,7 +32,6 @@ class GatewayConfig:
     port: int = 8000
     engines: tuple[str, ...] = ("127.0.0.1:50051",)
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    api_key_file: Path | None = None
     engine_key: str | None = field(default=None, repr=False)
     cors_origins: tuple[str, ...] = ()
     request_timeout: float | None = 600.0
@@ -46,7 +44,7 @@ class GatewayConfig:
     access_log: bool = False
 
     def __post_init__(self) -> None:
-        """Raises: ValueError naming the field that is wrong; OSError when the key file cannot be read."""
+        """Raises: ValueError naming the field that is wrong."""
         for name in ("max_body_bytes", "max_prompts", "workers", "channels_per_engine"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -60,12 +58,6 @@ class GatewayConfig:
             raise ValueError(f"shutdown_seconds must not be negative, not {self.shutdown_seconds}")
         if not self.engines or not all(self.engines):
             raise ValueError("engines must name at least one HOST:PORT")
-        if self.api_key_file is not None:
-            keys = (*self.api_keys, *read_keys(self.api_key_file))
-            if not keys:
-                raise ValueError(f"api_key_file holds no key: {self.api_key_file}")
-            object.__setattr__(self, "api_keys", keys)
-            object.__setattr__(self, "api_key_file", None)
         if not all(key.isascii() and key.isprintable() and " " not in key and key for key in self.api_keys):
             raise ValueError("api_keys must be printable ASCII without spaces")
         if not self.api_keys and not is_loopback(self.host):

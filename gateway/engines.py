@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc
-from gateway.errors import no_engine
+from gateway.errors import internal_error, no_engine
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,11 @@ OPTIONS = [
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
 ]
+# An error that says CANCELLED tells of the other side, which goes down; a cancel of ours is no error.
+GONE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 REWATCH_SECONDS = 0.2
+# A new process waits this long for its engines to say that they serve, so that its first request finds them.
+START_SECONDS = 1.0
 
 T = TypeVar("T")
 
@@ -70,6 +74,7 @@ class Link:
         """Opens the channel (it connects in the background)."""
         self.address = address
         self.serving = False
+        self.seen_serving = asyncio.Event()
         self.channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         self.inference = inference_pb2_grpc.InferenceServiceStub(self.channel)
         self._health = health_pb2_grpc.HealthStub(self.channel)
@@ -92,6 +97,8 @@ class Link:
     def _turn(self, serving: bool) -> None:
         if serving != self.serving:
             self.serving = serving
+            if serving:
+                self.seen_serving.set()
             logger.log(
                 logging.INFO if serving else logging.WARNING,
                 "engine %s is %s",
@@ -113,9 +120,12 @@ class EnginePool:
         self._turns = itertools.count()
 
     async def __aenter__(self) -> "EnginePool":
-        """Opens the channels and starts to watch."""
+        """Opens the channels, starts to watch, and gives the engines a moment to answer."""
         self._links = [[Link(address, self._metadata) for _ in range(self._channels)] for address in self._addresses]
         self._watches = [asyncio.create_task(link.watch()) for links in self._links for link in links]
+        seen = asyncio.gather(*(link.seen_serving.wait() for links in self._links for link in links))
+        await asyncio.wait([seen], timeout=START_SECONDS)
+        seen.cancel()
         return self
 
     async def __aexit__(
@@ -155,7 +165,7 @@ class EnginePool:
                 first = await anext(events, None)
                 if first is None or first.WhichOneof("event") != "accepted":
                     logger.error("engine %s did not begin its stream with Accepted", link.address)
-                    raise no_engine()
+                    raise internal_error()
                 accepted = True
                 return Generation(first.accepted, events, call.cancel)
             finally:
@@ -171,7 +181,7 @@ class EnginePool:
             try:
                 return await attempt(link)
             except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                if error.code() not in GONE:
                     raise
                 logger.warning("engine %s is unavailable, trying another: %s", link.address, error.details())
         return await attempt(links[-1])

@@ -92,28 +92,34 @@ def internal_error() -> ApiError:
     return ApiError(500, INTERNAL_TEXT, "server_error", code="internal_error")
 
 
-def from_rpc(error: grpc.aio.AioRpcError, names: dict[str, str]) -> ApiError:
+def from_rpc(error: grpc.aio.AioRpcError, names: dict[str, str], label: str) -> ApiError:
     """Translates a call's status.
 
     Args:
         error: as raised by grpc.
         names: what this endpoint calls a field where PARAMS says otherwise (such as prompt -> messages).
+        label: the request's x-request-id, for the log.
     """
     code = error.code()
     if code not in STATUSES:
         # UNAUTHENTICATED too: the gateway's key is wrong, which is not the caller's fault.
-        logger.error("engine answered %s: %s", code.name, error.details())
+        logger.error("request %s: the engine answered %s: %s", label, code.name, error.details())
         return internal_error()
     http, kind, default_code = STATUSES[code]
     info, violation, retry = details_of(error)
     message = error.details() or code.name
+    if code is StatusCode.RESOURCE_EXHAUSTED and info is None:
+        # The transport's: a message over the limit.
+        return ApiError(413, "The request, or its answer, is larger than the engine takes.", code="request_too_large")
     if http in (503, 504) and info is None:
         # The text is the transport's: it names addresses.
-        logger.warning("engine answered %s: %s", code.name, message)
+        logger.warning("request %s: the engine answered %s: %s", label, code.name, message)
         message = TIMEOUT_TEXT if http == 504 else UNAVAILABLE_TEXT
     param = None
     if violation is not None and violation.field:
         param = http_name(violation.field, names)
+        if info is not None and info.reason == "INVALID_PARAMETER":
+            message = f"Invalid '{param}': {violation.description}"  # the engine's text has its own name of the field
     elif info is not None and info.reason in REASON_PARAMS:
         param = names.get(REASON_PARAMS[info.reason], REASON_PARAMS[info.reason])
     retry_after = max(retry or 0, RETRY_SECONDS) if http in (429, 503) else None

@@ -171,7 +171,7 @@ class Routes:
                     yield shape.ending(piece.index, piece.ending)
             yield shape.usage(answer.counts) + DONE if include_usage else DONE
         except grpc.aio.AioRpcError as error:
-            yield self._error_event(from_rpc(error, names))
+            yield self._error_event(from_rpc(error, names, request.state.request_id))
         except ApiError as error:
             yield self._error_event(error)
         finally:
@@ -207,7 +207,7 @@ class Routes:
         try:
             return await unless_gone(request.receive, work)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc(error, names) from error
+            raise from_rpc(error, names, request.state.request_id) from error
 
     async def _echo(self, request: Request, body: CompletionRequest) -> list[str]:
         """The text of each choice's prompt."""

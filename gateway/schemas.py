@@ -3,7 +3,16 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from gateway.errors import ApiError
@@ -126,12 +135,13 @@ class Sampling(Body):
     top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
 
-    @model_validator(mode="after")
-    def stream_options_need_a_stream(self) -> "Sampling":
+    @field_validator("stream_options")
+    @classmethod
+    def stream_options_need_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
         """As OpenAI has it."""
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed when stream is true")
-        return self
+        if value is not None and not info.data.get("stream"):
+            raise ValueError("is only allowed when stream is true")
+        return value
 
     @property
     def include_usage(self) -> bool:
@@ -276,6 +286,4 @@ def first_fault(error: ValidationError) -> ApiError:
         return ApiError(400, f"Unknown field '{param}'.", param=param, code="unknown_parameter")
     if fault["type"] == "missing":
         return ApiError(400, f"'{param}' is required.", param=param, code="missing_required_parameter")
-    if not param:
-        return ApiError(400, message, param=message.split(" ", 1)[0], code="invalid_value")
     return ApiError(400, f"Invalid '{param}': {message}.", param=param, code="invalid_value")

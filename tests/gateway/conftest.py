@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import grpc
 import httpx
@@ -55,6 +56,7 @@ class Call:
     request: pb.GenerateRequest
     metadata: dict[str, str]
     time_remaining: float | None
+    peer: str
     cancelled: threading.Event = field(default_factory=threading.Event)
 
 
@@ -131,6 +133,17 @@ def refuses(code, message="no", *details, after=()) -> Script:
     return script
 
 
+def hangs(*events) -> Script:
+    """A script that sends these events and then nothing more, until it is cancelled."""
+
+    async def script(request, context):
+        for event in events:
+            yield event
+        await asyncio.Event().wait()
+
+    return script
+
+
 # ------------------------------------------------------------------------------------------------------ the engine
 
 
@@ -184,8 +197,7 @@ class FakeEngine(inference_pb2_grpc.InferenceServiceServicer):
         self.loop.close()
 
     async def Generate(self, request, context):
-        metadata = {key: value for key, value in context.invocation_metadata()}
-        call = Call(request, metadata, context.time_remaining())
+        call = Call(request, dict(context.invocation_metadata()), context.time_remaining(), context.peer())
         self.calls.append(call)
         ended = False
         try:
@@ -255,9 +267,9 @@ def own_engines() -> Iterator[Callable[[], FakeEngine]]:
 
 
 @contextmanager
-def running_gateway(log: Path, *, wait=True, python=sys.executable, **settings) -> Iterator[str]:
-    """A gateway process on a free port; gives its base URL."""
-    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'proto'}"}
+def running_gateway(log: Path, *, wait=True, python=sys.executable, installed=False, **settings) -> Iterator[str]:
+    """A gateway process on a free port; gives its base URL. `installed`: with `python`'s own packages alone."""
+    env = os.environ | {"PYTHONPATH": "" if installed else f"{ROOT}{os.pathsep}{ROOT / 'proto'}"}
     with log.open("w") as errors:
         process = subprocess.Popen(
             [python, "-c", PROGRAM, json.dumps({"port": 0} | settings)],
@@ -265,7 +277,7 @@ def running_gateway(log: Path, *, wait=True, python=sys.executable, **settings) 
             stderr=errors,
             text=True,
             env=env,
-            cwd=ROOT,
+            cwd=log.parent if installed else ROOT,
         )
         try:
             port = process.stdout.readline().strip()
@@ -286,29 +298,101 @@ def running_gateway(log: Path, *, wait=True, python=sys.executable, **settings) 
 
 def is_healthy(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health", timeout=2).status_code == 200
+        return httpx.get(f"{url}/health", timeout=2, verify=False).status_code == 200
     except httpx.TransportError:
         return False
 
 
 @pytest.fixture(scope="session")
+def http() -> Iterator[httpx.Client]:
+    """One client for all, because making one is slow."""
+    with httpx.Client(timeout=20, verify=False) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
 def shared_gateway(shared_engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("gateway") / "log"
-    with running_gateway(log, engines=[shared_engine.address], max_body_bytes=1 << 20) as url:
+    settings = {"max_body_bytes": 1 << 20, "heartbeat_seconds": 0.2, "max_prompts": 4}
+    with running_gateway(log, engines=[shared_engine.address], **settings) as url:
         yield url
 
 
 @pytest.fixture
 def gateway(shared_gateway: str, engine: FakeEngine) -> str:
-    """Base URL of a gateway without keys, in front of `engine`."""
+    """Base URL of a gateway of one process, without keys, in front of `engine`."""
     return shared_gateway
+
+
+@dataclass
+class Guarded:
+    url: str
+    log: Path
+    headers: ClassVar = {"authorization": "Bearer key-two"}
+
+
+@pytest.fixture(scope="session")
+def shared_guarded(shared_engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    log = tmp_path_factory.mktemp("guarded") / "log"
+    settings = {
+        "api_keys": ["key-one", "key-two"],
+        "engine_key": "engine-secret",
+        "cors_origins": ["https://app.example"],
+        "workers": 2,
+        "access_log": True,
+        "request_timeout": 30,
+    }
+    with running_gateway(log, engines=[shared_engine.address], **settings) as url:
+        yield Guarded(url, log)
+
+
+@pytest.fixture
+def guarded(shared_guarded: Guarded, engine: FakeEngine) -> Guarded:
+    """A gateway of two processes with keys and CORS, in front of `engine`."""
+    return shared_guarded
 
 
 @pytest.fixture
 def start_gateway(tmp_path: Path):
-    """Starts further gateways: `with start_gateway(heartbeat_seconds=1, engines=[...]) as url`."""
+    """Starts further gateways: `with start_gateway(engines=[...]) as url`."""
 
     def start(**settings):
         return running_gateway(tmp_path / "gateway.log", **settings)
 
     return start
+
+
+# ------------------------------------------------------------------------------------------------------ for the tests
+
+
+class Kit:
+    """What tests build scripts and requests from (test modules cannot import this file)."""
+
+    accepted = staticmethod(accepted)
+    started = staticmethod(started)
+    delta = staticmethod(delta)
+    finished = staticmethod(finished)
+    usage = staticmethod(usage)
+    says = staticmethod(says)
+    hangs = staticmethod(hangs)
+    refuses = staticmethod(refuses)
+    status = staticmethod(status)
+    reason = staticmethod(reason)
+    violation = staticmethod(violation)
+    retry = staticmethod(retry)
+    wait_until = staticmethod(wait_until)
+    is_healthy = staticmethod(is_healthy)
+    MODEL = MODEL
+    ROOT = ROOT
+    CHAT: ClassVar = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+
+    @staticmethod
+    def events(text: str) -> list:
+        """The JSON of each event of a stream; its last is the string [DONE], if it was sent."""
+        datas = [block.removeprefix("data: ") for block in text.split("\n\n") if block.startswith("data: ")]
+        return [data if data == "[DONE]" else json.loads(data) for data in datas]
+
+
+@pytest.fixture(scope="session")
+def kit() -> Kit:
+    return Kit()

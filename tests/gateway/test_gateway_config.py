@@ -1,0 +1,94 @@
+"""Settings are checked where they enter; and the JSON of events, without a server."""
+
+import json
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.config import GatewayConfig, read_keys
+from gateway.schemas import IGNORED, UNSERVED, ChatRequest, CompletionRequest
+from gateway.sse import ChatFormat, CompletionFormat, Head
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com", ""])
+def test_open_addresses_need_a_key(host):
+    with pytest.raises(ValueError, match="API key"):
+        GatewayConfig(host=host)
+    GatewayConfig(host=host, api_keys=("secret",))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])
+def test_loopback_needs_none(host):
+    GatewayConfig(host=host)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("port", 65536),
+        ("port", -1),
+        ("workers", 0),
+        ("channels_per_engine", 0),
+        ("max_body_bytes", 0),
+        ("max_prompts", 0),
+        ("request_timeout", 0.0),
+        ("request_timeout", float("nan")),
+        ("request_timeout", float("inf")),
+        ("heartbeat_seconds", 0.0),
+        ("shutdown_seconds", -1),
+        ("engines", ()),
+        ("engines", ("",)),
+        ("api_keys", ("two words",)),
+        ("api_keys", ("",)),
+        ("api_keys", ("naïve",)),
+    ],
+)
+def test_bad_settings_are_named(field, value):
+    with pytest.raises(ValueError, match=field):
+        GatewayConfig(**{field: value})
+
+
+def test_settings_reach_workers_and_hide_keys():
+    config = GatewayConfig(api_keys=("secret",), engine_key="hidden")
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert "secret" not in repr(config)
+    assert "hidden" not in repr(config)
+
+
+def test_key_files(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# ours\nkey-one\n\n  key-two  \n")
+    assert read_keys(path) == ("key-one", "key-two")
+
+
+def test_a_field_is_in_one_list_only():
+    served = set(ChatRequest.model_fields) | set(CompletionRequest.model_fields)
+    assert not served & UNSERVED.keys()
+    assert not served & IGNORED
+    assert not IGNORED & UNSERVED.keys()
+
+
+HEAD = Head("1", 2, 'evil "\\u0000" \u2028 model', "fp")
+SHAPES = {
+    nulls: (
+        (ChatFormat(HEAD, 3, nulls), ("delta", "content")),
+        (CompletionFormat(HEAD, 3, nulls, None), ("text",)),
+    )
+    for nulls in (False, True)
+}
+
+
+@given(st.text(), st.booleans(), st.integers(0, 2))
+def test_any_text_survives(text, nulls, index):
+    for shape, path in SHAPES[nulls]:
+        (line,) = shape.piece(index, text).decode().splitlines()[:-1]
+        chunk = json.loads(line.removeprefix("data: "))
+        value = chunk["choices"][0]
+        assert value["index"] == index
+        for key in path:
+            value = value[key]
+        assert value == text
+        assert chunk["model"] == HEAD.model
+        assert ("usage" in chunk) is nulls

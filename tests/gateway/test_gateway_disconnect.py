@@ -1,0 +1,112 @@
+"""A client that leaves takes its work with it; a client that reads slowly slows it down. Raw sockets."""
+
+import asyncio
+import json
+import socket
+import threading
+from urllib.parse import urlsplit
+
+import pytest
+
+
+def connect(gateway, path, body):
+    """Sends a request and does not read the answer."""
+    url = urlsplit(gateway)
+    raw = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
+    connection = socket.create_connection((url.hostname, url.port), timeout=10)
+    connection.sendall(head.encode() + raw)
+    return connection
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["fin", "rst"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("stage", ["queued", "accepted", "decoding"])
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_leaving_cancels(gateway, engine, kit, stage, stream, prompts, reset):
+    events = {"queued": [], "accepted": [kit.accepted()], "decoding": [kit.accepted(), kit.started(), kit.delta("x")]}
+    engine.script = kit.hangs(*events[stage])
+    body = {"prompt": ["p"] * prompts, "stream": stream}
+    connection = connect(gateway, "/v1/completions", body)
+    kit.wait_until(lambda: len(engine.calls) == prompts)
+    if stream and stage == "decoding":
+        received = b""
+        while b'"text":"x"' not in received:
+            received += connection.recv(65536)
+    if reset:
+        linger = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    connection.close()
+    for call in engine.calls:
+        assert call.cancelled.wait(2)
+
+
+def test_leaving_cancels_other_calls_too(gateway, engine, kit):
+    """Tokenize, Detokenize and GetModel hang for as long as the engine does."""
+    entered, left = threading.Event(), threading.Event()
+    original = engine._maybe_fail
+
+    async def hang(context):
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+
+    engine._maybe_fail = hang
+    try:
+        connection = connect(gateway, "/tokenize", {"prompt": "p"})
+        assert entered.wait(5)
+        connection.close()
+        assert left.wait(2)
+    finally:
+        engine._maybe_fail = original
+
+
+def test_leaving_before_the_body_is_there_starts_nothing(gateway, engine, http):
+    url = urlsplit(gateway)
+    with socket.create_connection((url.hostname, url.port), timeout=10) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    assert http.post(f"{gateway}/v1/completions", json={"prompt": "p"}).status_code == 200
+    assert len(engine.calls) == 1
+
+
+def test_gone_clients_are_counted(gateway, engine, kit, http):
+    def gone():
+        lines = http.get(f"{gateway}/metrics").text.splitlines()
+        return sum(
+            float(line.rsplit(" ", 1)[1]) for line in lines if "_requests_total{" in line and 'status="499"' in line
+        )
+
+    before = gone()
+    engine.script = kit.hangs(kit.accepted())
+    for number, stream in enumerate((False, True)):
+        connection = connect(gateway, "/v1/completions", {"prompt": "p", "stream": stream})
+        kit.wait_until(lambda: len(engine.calls) == number + 1)  # noqa: B023
+        connection.close()
+    kit.wait_until(lambda: gone() == before + 2)
+
+
+def test_a_slow_reader_slows_the_engine(gateway, engine, kit):
+    """64 MiB of text for a reader that takes nothing: what lies in between stays small."""
+    sent, piece, total = [0], "x" * 65536, 1024
+
+    async def script(request, context):
+        yield kit.accepted()
+        for _ in range(total):
+            yield kit.delta(piece)
+            sent[0] += 1
+
+    engine.script = script
+    connection = connect(gateway, "/v1/completions", {"prompt": "p", "stream": True})
+    seen = []
+
+    def settled():
+        seen.append(sent[0])
+        return len(seen) > 200 and len(set(seen[-200:])) == 1
+
+    kit.wait_until(lambda: sent[0] > 0)
+    kit.wait_until(settled, 30, "the engine to be held back")
+    assert sent[0] < total / 2
+    connection.close()
+    assert engine.calls[0].cancelled.wait(2)

@@ -1,0 +1,276 @@
+"""The engine's statuses as HTTP errors and as events; unknown paths; what a stream's end looks like."""
+
+import json
+
+import grpc
+import openai
+import pytest
+
+Code = grpc.StatusCode
+INVALID = "invalid_request_error"
+
+
+def table(kit):
+    """(status code, details, HTTP status, type, param, code, message shown)"""
+    why, at, wait = kit.reason, kit.violation, kit.retry
+    return [
+        (Code.INVALID_ARGUMENT, [], 400, INVALID, None, None, "inner"),
+        (Code.OUT_OF_RANGE, [], 400, INVALID, None, None, "inner"),
+        (Code.FAILED_PRECONDITION, [], 400, INVALID, None, None, "inner"),
+        (
+            Code.INVALID_ARGUMENT,
+            [why("CONTEXT_LENGTH_EXCEEDED"), at("stopping.max_tokens")],
+            400,
+            INVALID,
+            "max_completion_tokens",
+            "context_length_exceeded",
+            "inner",
+        ),
+        (
+            Code.INVALID_ARGUMENT,
+            [why("CONTEXT_LENGTH_EXCEEDED")],
+            400,
+            INVALID,
+            "messages",
+            "context_length_exceeded",
+            "inner",
+        ),
+        (
+            Code.INVALID_ARGUMENT,
+            [why("TEMPLATE_ERROR"), at("chat.messages")],
+            400,
+            INVALID,
+            "messages",
+            "template_error",
+            "inner",
+        ),
+        (
+            Code.INVALID_ARGUMENT,
+            [why("INVALID_PARAMETER"), at("sampling.top_k")],
+            400,
+            INVALID,
+            "top_k",
+            "invalid_parameter",
+            "Invalid 'top_k': bad",
+        ),
+        (
+            Code.INVALID_ARGUMENT,
+            [at("chat.messages[2].content[1]")],
+            400,
+            INVALID,
+            "messages[2].content[1]",
+            None,
+            "inner",
+        ),
+        (
+            Code.INVALID_ARGUMENT,
+            [at("stopping.include_stop")],
+            400,
+            INVALID,
+            "include_stop_str_in_output",
+            None,
+            "inner",
+        ),
+        (Code.INVALID_ARGUMENT, [at("chat.template_kwargs_json")], 400, INVALID, "chat_template_kwargs", None, "inner"),
+        (Code.INVALID_ARGUMENT, [at("cache.salt")], 400, INVALID, "cache_salt", None, "inner"),
+        (Code.UNAUTHENTICATED, [], 500, "server_error", None, "internal_error", None),
+        (
+            Code.PERMISSION_DENIED,
+            [why("PRIORITY_TOO_HIGH"), at("priority")],
+            403,
+            "permission_error",
+            "priority",
+            "priority_too_high",
+            "inner",
+        ),
+        (Code.NOT_FOUND, [why("MODEL_NOT_FOUND"), at("model")], 404, INVALID, "model", "model_not_found", "inner"),
+        (
+            Code.ALREADY_EXISTS,
+            [why("DUPLICATE_REQUEST_ID")],
+            409,
+            "conflict_error",
+            None,
+            "duplicate_request_id",
+            "inner",
+        ),
+        (Code.ABORTED, [], 409, "conflict_error", None, "aborted", "inner"),
+        (Code.RESOURCE_EXHAUSTED, [why("QUEUE_FULL"), wait(7)], 429, "rate_limit_error", None, "queue_full", "inner"),
+        (Code.RESOURCE_EXHAUSTED, [], 413, INVALID, None, "request_too_large", None),
+        (Code.UNIMPLEMENTED, [why("NOT_IMPLEMENTED")], 501, "server_error", None, "not_implemented", "inner"),
+        (Code.UNAVAILABLE, [why("DRAINING"), wait(1, 500)], 503, "server_error", None, "draining", "inner"),
+        (Code.UNAVAILABLE, [], 503, "server_error", None, "unavailable", None),
+        (Code.CANCELLED, [], 503, "server_error", None, "unavailable", None),
+        (Code.DEADLINE_EXCEEDED, [], 504, "server_error", None, "timeout", None),
+        (Code.INTERNAL, [why("SECRET")], 500, "server_error", None, "internal_error", None),
+        (Code.UNKNOWN, [], 500, "server_error", None, "internal_error", None),
+        (Code.DATA_LOSS, [], 500, "server_error", None, "internal_error", None),
+    ]
+
+
+@pytest.mark.parametrize("row", range(26))
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals(http, gateway, engine, kit, row, stream):
+    code, details, status, type_, param, error_code, message = table(kit)[row]
+    engine.script = kit.refuses(code, "inner", *details)
+    body = kit.CHAT | {"stream": stream, "max_completion_tokens": 5}
+    answer = http.post(f"{gateway}/v1/chat/completions", json=body)
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/json"
+    (error,) = answer.json().values()
+    shown = error.pop("message")
+    assert error == {"type": type_, "param": param, "code": error_code}
+    assert shown == message if message else "inner" not in shown
+    retry_after = {"QUEUE_FULL": "7", "DRAINING": "2"}.get(
+        details[0].reason if details and hasattr(details[0], "reason") else "", "1"
+    )
+    assert answer.headers.get("retry-after") == (retry_after if status in (429, 503) else None)
+
+
+def test_the_table_is_whole(kit):
+    assert len(table(kit)) == 26
+    answered = {row[0] for row in table(kit)}
+    assert answered == set(Code) - {Code.OK}
+
+
+@pytest.mark.parametrize("row", range(26))
+def test_failures_after_the_first_byte(http, gateway, engine, kit, row):
+    code, details, status, type_, _, error_code, _ = table(kit)[row]
+    engine.script = kit.refuses(code, "inner", *details, after=[kit.accepted(), kit.started(), kit.delta("x")])
+    body = kit.CHAT | {"stream": True, "max_completion_tokens": 5}
+    answer = http.post(f"{gateway}/v1/chat/completions", json=body)
+    assert answer.status_code == 200
+    _, text, last = kit.events(answer.text)
+    assert text["choices"][0]["delta"] == {"content": "x"}
+    assert last["error"]["code"] == error_code
+    assert last["error"]["type"] == type_
+    assert "[DONE]" not in answer.text
+    # not streamed: the same error as a refusal
+    assert http.post(f"{gateway}/v1/chat/completions", json=body | {"stream": False}).status_code == status
+
+
+def test_the_client_raises_on_an_error_event(gateway, engine, kit):
+    engine.script = kit.refuses(Code.ABORTED, "by an operator", after=[kit.accepted(), kit.delta("x")])
+    with openai.OpenAI(base_url=f"{gateway}/v1", api_key="any", max_retries=0) as client:
+        seen = []
+        stream = client.chat.completions.create(**kit.CHAT, stream=True)
+        with pytest.raises(openai.APIError, match="by an operator") as caught:
+            seen.extend(chunk.choices[0].delta.content for chunk in stream)
+        assert seen == ["", "x"]
+        assert caught.value.code == "aborted"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_client_s_exceptions(gateway, engine, kit, stream):
+    cases = [
+        (Code.INVALID_ARGUMENT, [kit.reason("CONTEXT_LENGTH_EXCEEDED")], openai.BadRequestError),
+        (Code.NOT_FOUND, [kit.violation("model")], openai.NotFoundError),
+        (Code.ALREADY_EXISTS, [], openai.ConflictError),
+        (Code.RESOURCE_EXHAUSTED, [kit.reason("QUEUE_FULL")], openai.RateLimitError),
+        (Code.INTERNAL, [], openai.InternalServerError),
+    ]
+    with openai.OpenAI(base_url=f"{gateway}/v1", api_key="any", max_retries=0) as client:
+        for code, details, exception in cases:
+            engine.script = kit.refuses(code, "no", *details)
+            with pytest.raises(exception) as caught:
+                client.chat.completions.create(**kit.CHAT, stream=stream)
+            assert caught.value.body["message"]
+
+
+@pytest.mark.parametrize("missing", ["finished", "usage", "everything", "reason"])
+def test_a_stream_that_ends_well_but_lacks_something_is_an_error(http, gateway, engine, kit, missing):
+    async def script(request, context):
+        yield kit.accepted()
+        if missing == "everything":
+            return
+        yield kit.delta("x")
+        if missing != "finished":
+            yield kit.finished(reason=0 if missing == "reason" else 1)
+        if missing != "usage":
+            yield kit.usage()
+
+    engine.script = script
+    assert http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT).status_code == 500
+    answer = http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT | {"stream": True})
+    assert kit.events(answer.text)[-1]["error"]["code"] == "internal_error"
+
+
+def test_an_engine_that_does_not_accept_is_an_error(http, gateway, engine, kit):
+    async def silent(request, context):
+        return
+        yield
+
+    async def hasty(request, context):
+        yield kit.delta("x")
+
+    for script in (silent, hasty):
+        engine.script = script
+        answer = http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT | {"stream": True})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "internal_error"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/", 404, "unknown_url"),
+        ("POST", "/v1/embeddings", 404, "unknown_url"),
+        ("GET", "/v1/chat/completions/", 404, "unknown_url"),
+        ("GET", "/docs", 404, "unknown_url"),
+        ("GET", "/openapi.json", 404, "unknown_url"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models/x", 405, "method_not_allowed"),
+        ("POST", "/health", 405, "method_not_allowed"),
+    ],
+)
+def test_unknown_paths_and_methods(http, gateway, method, path, status, code):
+    answer = http.request(method, f"{gateway}{path}")
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["code"] == code
+    assert error["type"] == INVALID
+    assert set(error) == {"message", "type", "param", "code"}
+    assert answer.headers["x-request-id"]
+    if status == 405:
+        assert answer.headers["allow"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_deadlines(http, gateway, engine, kit, stream):
+    engine.script = kit.hangs(kit.accepted(), kit.delta("x"))
+    headers = {"x-request-timeout": "0.5"}
+    answer = http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT | {"stream": stream}, headers=headers)
+    assert 0 < engine.calls[0].time_remaining <= 0.5
+    if stream:
+        assert answer.status_code == 200
+        assert kit.events(answer.text)[-1]["error"]["code"] == "timeout"
+    else:
+        assert answer.status_code == 504
+        assert answer.json()["error"]["code"] == "timeout"
+    assert engine.calls[0].cancelled.wait(5)
+
+
+def test_a_deadline_in_the_queue_is_a_status_also_when_streamed(http, gateway, engine, kit):
+    engine.script = kit.hangs()
+    headers = {"x-request-timeout": "0.3"}
+    answer = http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT | {"stream": True}, headers=headers)
+    assert answer.status_code == 504
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", ""])
+def test_bad_timeouts(http, gateway, engine, kit, value):
+    headers = {"x-request-timeout": value}
+    answer = http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "x-request-timeout"
+    assert not engine.calls
+
+
+def test_the_gateway_s_own_limit_is_the_longest(http, gateway, engine, kit):
+    http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT)
+    http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT, headers={"x-request-timeout": "100000"})
+    assert all(590 < call.time_remaining <= 600 for call in engine.calls)
+
+
+def test_a_good_request_works_after_all_of_it(http, gateway, kit):
+    answer = http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT)
+    assert json.loads(answer.text)["choices"][0]["message"]["content"] == "Hello world"

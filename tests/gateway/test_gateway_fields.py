@@ -1,0 +1,365 @@
+"""Which fields are taken, what becomes of them, and which are refused by name."""
+
+import json
+
+import pytest
+from google.protobuf.json_format import MessageToDict
+
+
+def post(http, gateway, path, body):
+    return http.post(f"{gateway}{path}", json=body)
+
+
+def error_of(answer, status=400):
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    return error
+
+
+def test_nothing_asked_nothing_set(http, gateway, engine, kit):
+    assert post(http, gateway, "/v1/chat/completions", kit.CHAT).status_code == 200
+    assert MessageToDict(engine.calls[0].request, preserving_proto_field_name=True) == {
+        "model": kit.MODEL,
+        "chat": {"messages": [{"role": "user", "content": [{"text": "hi"}]}]},
+        "sampling": {},
+        "stopping": {},
+        "output": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "group", "wanted"),
+    [
+        ({"temperature": 0}, "sampling", {"temperature": 0.0}),
+        ({"temperature": 0.5}, "sampling", {"temperature": 0.5}),
+        ({"top_p": 1}, "sampling", {"top_p": 1.0}),
+        ({"top_k": 0}, "sampling", {"top_k": 0}),
+        ({"top_k": -1}, "sampling", {"top_k": 0}),
+        ({"top_k": 40}, "sampling", {"top_k": 40}),
+        ({"min_p": 0.25}, "sampling", {"min_p": 0.25}),
+        ({"presence_penalty": -2}, "sampling", {"presence_penalty": -2.0}),
+        ({"frequency_penalty": 2.0}, "sampling", {"frequency_penalty": 2.0}),
+        ({"repetition_penalty": 1.5}, "sampling", {"repetition_penalty": 1.5}),
+        ({"seed": 7}, "sampling", {"seed": "7"}),
+        ({"seed": 0}, "sampling", {"seed": "0"}),
+        ({"seed": -1}, "sampling", {"seed": "18446744073709551615"}),
+        ({"seed": 2**63 - 1}, "sampling", {"seed": "9223372036854775807"}),
+        ({"seed": -(2**63)}, "sampling", {"seed": "9223372036854775808"}),
+        ({"logit_bias": {"5": -100, "7": 1}}, "sampling", {"logit_bias": {"5": -100.0, "7": 1.0}}),
+        ({"max_tokens": 9}, "stopping", {"max_tokens": 9}),
+        ({"min_tokens": 3}, "stopping", {"min_tokens": 3}),
+        ({"stop": "a"}, "stopping", {"stop": ["a"]}),
+        ({"stop": ["a", "b"]}, "stopping", {"stop": ["a", "b"]}),
+        ({"stop": []}, "stopping", {}),
+        ({"stop": None}, "stopping", {}),
+        ({"stop_token_ids": [1, 2]}, "stopping", {"stop_token_ids": [1, 2]}),
+        ({"ignore_eos": True}, "stopping", {"ignore_eos": True}),
+        ({"ignore_eos": False}, "stopping", {"ignore_eos": False}),
+        ({"include_stop_str_in_output": True}, "stopping", {"include_stop": True}),
+        ({"skip_special_tokens": False}, "output", {"skip_special_tokens": False}),
+        ({"n": 2}, None, {"n": 2}),
+        ({"priority": -3}, None, {"priority": -3}),
+        ({"cache_salt": "s"}, "cache", {"salt": "s"}),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_shared_fields(http, gateway, engine, kit, path, fields, group, wanted):
+    body = kit.CHAT if "chat" in path else {"prompt": "p", "max_tokens": None}
+    answer = post(http, gateway, path, body | fields)
+    assert answer.status_code == 200, answer.text
+    sent = MessageToDict(engine.calls[0].request, preserving_proto_field_name=True)
+    sent = sent if group is None else sent.get(group, {})
+    if group == "stopping" and "max_tokens" not in fields:
+        assert sent.pop("max_tokens", None) == (None if "chat" in path else 16)
+    assert sent | wanted == sent
+    assert group is None or set(sent) == set(wanted)
+
+
+def test_max_completion_tokens_goes_before_max_tokens(http, gateway, engine, kit):
+    post(http, gateway, "/v1/chat/completions", kit.CHAT | {"max_tokens": 5, "max_completion_tokens": 7})
+    assert engine.calls[0].request.stopping.max_tokens == 7
+
+
+def test_messages(http, gateway, engine, kit):
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "developer", "content": "be short", "name": "boss"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call],
+            "reasoning_content": "hm",
+            # what the OpenAI client sends when a program appends an earlier answer
+            "refusal": None,
+            "annotations": [],
+            "audio": None,
+            "function_call": None,
+        },
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]},
+    ]
+    options = {"chat_template_kwargs": {"b": 1, "a": "é"}, "add_generation_prompt": False}
+    assert post(http, gateway, "/v1/chat/completions", {"messages": messages} | options).status_code == 200
+    assert MessageToDict(engine.calls[0].request.chat, preserving_proto_field_name=True) == {
+        "messages": [
+            {"role": "developer", "content": [{"text": "be short"}], "name": "boss"},
+            {"role": "user", "content": [{"text": "a"}, {"text": "b"}]},
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "c1", "name": "f", "arguments_json": '{"a": 1}'}],
+                "reasoning": "hm",
+            },
+            {"role": "tool", "content": [{"text": "2"}], "tool_call_id": "c1"},
+            {"role": "user", "content": [{"unsupported": "image_url"}]},
+        ],
+        "add_generation_prompt": False,
+        "template_kwargs_json": '{"b": 1, "a": "é"}',
+    }
+
+
+@pytest.mark.parametrize(("asked", "sent"), [(None, False), (True, True), (False, False)])
+def test_continuing_the_last_message_needs_no_second_field(http, gateway, engine, kit, asked, sent):
+    body = kit.CHAT | {"continue_final_message": True, "add_generation_prompt": asked}
+    post(http, gateway, "/v1/chat/completions", body)
+    assert engine.calls[0].request.chat.continue_final_message is True
+    assert engine.calls[0].request.chat.add_generation_prompt is sent
+
+
+HARMLESS = [
+    {"user": "u"},
+    {"metadata": {"a": "b"}},
+    {"store": False},
+    {"service_tier": "auto"},
+    {"service_tier": "default"},
+    {"parallel_tool_calls": True},
+    {"prompt_cache_key": "k"},
+    {"prompt_cache_retention": "24h"},
+    {"safety_identifier": "s"},
+    {"tools": []},
+    {"tool_choice": "none"},
+    {"tool_choice": "auto"},
+    {"response_format": {"type": "text"}},
+    {"logprobs": False},
+    {"modalities": ["text"]},
+    {"verbosity": "medium"},
+    {"best_of": 1},
+    {"suffix": None},
+]
+
+
+@pytest.mark.parametrize("fields", HARMLESS, ids=json.dumps)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_harmless_fields(http, gateway, engine, kit, path, fields):
+    body = kit.CHAT if "chat" in path else {"prompt": "p"}
+    assert post(http, gateway, path, body | fields).status_code == 200
+    assert post(http, gateway, path, body | dict.fromkeys(fields)).status_code == 200
+
+
+UNSERVED = [
+    {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    {"tool_choice": "required"},
+    {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+    {"functions": [{"name": "f"}]},
+    {"function_call": {"name": "f"}},
+    {"response_format": {"type": "json_object"}},
+    {"logprobs": True},
+    {"logprobs": 0},
+    {"logprobs": 5},
+    {"top_logprobs": 2},
+    {"best_of": 2},
+    {"suffix": "s"},
+    {"audio": {"voice": "alloy", "format": "wav"}},
+    {"modalities": ["text", "audio"]},
+    {"prediction": {"type": "content", "content": "x"}},
+    {"reasoning_effort": "low"},
+    {"verbosity": "low"},
+    {"web_search_options": {}},
+    {"store": True},
+    {"service_tier": "flex"},
+]
+
+
+@pytest.mark.parametrize("fields", UNSERVED, ids=json.dumps)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_fields_that_are_not_served_yet(http, gateway, engine, kit, path, fields):
+    body = kit.CHAT if "chat" in path else {"prompt": "p"}
+    (name,) = fields
+    error = error_of(post(http, gateway, path, body | fields))
+    assert error["param"] == name
+    assert error["code"] == "unsupported_parameter"
+    assert "not supported yet" in error["message"]
+    assert not engine.calls
+
+
+BAD = [
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": "0.5"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": 2**70}, "n"),
+    ({"n": "2"}, "n"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": 1.5}, "seed"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 2**32}, "max_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": [str(i) for i in range(1000)]}, "stop"),
+    ({"stop": ""}, "stop[0]"),
+    ({"stop": ["a", 1]}, "stop[1]"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"4294967296": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias[1]"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+    ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
+    ({"priority": 2**31}, "priority"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"temprature": 1}, "temprature"),
+    ({"model": 5}, "model"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_bad_fields_are_named(http, gateway, engine, kit, path, fields, param):
+    body = kit.CHAT if "chat" in path else {"prompt": "p"}
+    error = error_of(post(http, gateway, path, body | fields))
+    assert error["param"] == param
+    assert param in error["message"]
+    assert not engine.calls
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("hi", "messages"),
+        (None, "messages"),
+        (["hi"], "messages[0]"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": "wizard", "content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"text": "x"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": "x"}, {"role": "user", "content": "x", "mood": 1}], "messages[1].mood"),
+        ([{"role": "assistant", "tool_calls": [{"id": "a"}]}], "messages[0].tool_calls[0].function"),
+    ],
+)
+def test_bad_messages_are_named(http, gateway, engine, messages, param):
+    assert error_of(post(http, gateway, "/v1/chat/completions", {"messages": messages}))["param"] == param
+    assert not engine.calls
+
+
+def test_missing_messages_and_prompt(http, gateway):
+    for path, name in (("/v1/chat/completions", "messages"), ("/v1/completions", "prompt")):
+        error = error_of(post(http, gateway, path, {"model": "m"}))
+        assert (error["param"], error["code"]) == (name, "missing_required_parameter")
+
+
+def test_a_field_of_the_other_endpoint_is_unknown(http, gateway, kit):
+    assert error_of(post(http, gateway, "/v1/chat/completions", kit.CHAT | {"echo": True}))["param"] == "echo"
+    assert error_of(post(http, gateway, "/v1/completions", {"prompt": "p", "messages": []}))["param"] == "messages"
+    body = {"prompt": "p", "max_completion_tokens": 5}
+    assert error_of(post(http, gateway, "/v1/completions", body))["param"] == "max_completion_tokens"
+
+
+def test_too_many_prompts(http, gateway, engine):
+    assert error_of(post(http, gateway, "/v1/completions", {"prompt": ["p"] * 5}))["param"] == "prompt"
+    assert not engine.calls
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"null",
+        b'{"prompt": "p", "temperature": NaN}',
+        b'{"prompt": "p", "temperature": Infinity}',
+        b'{"prompt": "p", "temperature": -Infinity}',
+        b'{"prompt": "p", "temperature": 1e999}',
+        b'{"prompt": "p", "metadata": {"a": NaN}}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\\udc00x"}',
+        b'{"prompt": "p", "metadata": {"a": "\\ud800"}}',
+        b'{"\\ud800": 1, "prompt": "p"}',
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\xed\xa0\x80"}',
+        b'{"prompt": "p"} trailing',
+        b"[" * 100_000,
+        b'{"prompt":' * 50_000,
+        b'{"prompt": "p\x01"}',
+    ],
+    ids=lambda body: repr(body[:40]),
+)
+def test_bodies_that_are_no_json(http, gateway, engine, body):
+    answer = http.post(f"{gateway}/v1/completions", content=body, headers={"content-type": "application/json"})
+    error_of(answer)
+    assert not engine.calls
+    assert http.post(f"{gateway}/v1/completions", json={"prompt": "p"}).status_code == 200
+
+
+def test_a_surrogate_pair_is_a_character(http, gateway, engine):
+    body = b'{"prompt": "\\ud83d\\ude00"}'
+    http.post(f"{gateway}/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert engine.calls[0].request.text == "😀"
+
+
+def test_infinity_in_template_variables(http, gateway, engine):
+    body = b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": 1e999}}'
+    answer = http.post(f"{gateway}/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert error_of(answer)["param"] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("text/plain", 400),
+        ("application/x-www-form-urlencoded", 400),
+        ("multipart/form-data; boundary=x", 400),
+        ("application/json", 200),
+        ("application/json; charset=utf-8", 200),
+        ("Application/JSON", 200),
+        (None, 200),
+    ],
+)
+def test_content_types(http, gateway, kind, status):
+    headers = {} if kind is None else {"content-type": kind}
+    answer = http.post(f"{gateway}/v1/completions", content=b'{"prompt": "p"}', headers=headers)
+    assert answer.status_code == status
+    if status == 400:
+        assert answer.json()["error"]["code"] == "invalid_content_type"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_bodies_over_the_limit(http, gateway, engine, chunked):
+    body = b'{"prompt": "' + b"x" * (1 << 20) + b'"}'
+    content = (body[i : i + 65536] for i in range(0, len(body), 65536)) if chunked else body
+    answer = http.post(f"{gateway}/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+    assert not engine.calls
