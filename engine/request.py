@@ -19,7 +19,7 @@ class FinishReason(enum.IntEnum):
 class SamplingParams:
     """How tokens are chosen, with every default already applied (the service resolves unset fields).
 
-    Order of effects: on the raw logits logit_bias, repetition_penalty, then presence_penalty and frequency_penalty; user
+    Order of effects: on the raw logits logit_bias, repetition_penalty, presence_penalty and frequency_penalty; user
     logits processors; the min_tokens mask; temperature; then top_k, top_p (of what top_k leaves) and min_p.
 
     Args:
