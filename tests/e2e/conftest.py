@@ -1,0 +1,123 @@
+"""The default model, served by real processes; each test talks to them as a user would."""
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import openai
+import pytest
+
+from fulcrum.v1 import inference_pb2 as pb
+from fulcrum.v1 import inference_pb2_grpc as rpc
+
+START_SECONDS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a running `fulcrum serve` is reached."""
+
+    http: str  # http://HOST:PORT
+    grpc: str
+    admin: str
+    model: str
+
+
+@pytest.fixture(scope="session")
+def served(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
+    """`fulcrum serve` with the default model in float32, for all tests of this folder."""
+    log = tmp_path_factory.mktemp("e2e") / "stderr.log"
+    # fmt: off
+    command = [
+        sys.executable, "-m", "cli", "serve", str(default_model), "--port", "0", "--grpc-port", "0", "--grace", "2",
+        "--dtype", "float32", "--threads", str(len(os.sched_getaffinity(0))), "--served-model-name", "smollm2",
+    ]
+    # fmt: on
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, stdin=subprocess.DEVNULL, text=True)
+    try:
+        banner = _read_banner(process, log)
+        found = {
+            name: re.search(pattern, banner)
+            for name, pattern in {
+                "http": r"OpenAI API\s+(http://\S+)/v1",
+                "grpc": r"gRPC\s+(\S+)",
+                "admin": r"admin\s+(\S+)",
+            }.items()
+        }
+        assert all(found.values()), banner
+        yield Addresses(model="smollm2", **{name: match.group(1) for name, match in found.items() if match})
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    assert process.returncode == 0, log.read_text()[-2000:]
+
+
+def _read_banner(process: subprocess.Popen[str], log: Path) -> str:
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    banner = ""
+    while "Ctrl-C ends it" not in banner:
+        line = lines.get(timeout=START_SECONDS)
+        if line is None:
+            pytest.fail(f"fulcrum serve ended: {banner}\n{log.read_text()[-3000:]}")
+        banner += line
+    return banner
+
+
+@pytest.fixture
+async def client(served: Addresses) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The official asynchronous client."""
+    async with openai.AsyncOpenAI(base_url=f"{served.http}/v1", api_key="none", timeout=300, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def engine(served: Addresses) -> AsyncIterator[rpc.InferenceServiceStub]:
+    """The generated stub on the gRPC port."""
+    async with grpc.aio.insecure_channel(served.grpc) as channel:
+        yield rpc.InferenceServiceStub(channel)
+
+
+class Admin:
+    """The operator's stub."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.stub = rpc.AdminServiceStub(channel)
+
+    async def stats(self) -> pb.Stats:
+        """Gauges and counters of this moment."""
+        return (await self.stub.GetStats(pb.GetStatsRequest())).stats
+
+    async def idle(self) -> pb.Stats:
+        """The stats once nothing runs (a cancelled call reaches the core a moment after it has been cancelled)."""
+        async for reply in self.stub.WatchStats(pb.WatchStatsRequest(interval_seconds=0.1), timeout=60):
+            if reply.stats.live_requests == 0:
+                return reply.stats
+        raise AssertionError("the stream of stats ended")
+
+
+@pytest.fixture
+async def admin(served: Addresses) -> AsyncIterator[Admin]:
+    """The operator's stub on the admin socket."""
+    async with grpc.aio.insecure_channel(served.admin) as channel:
+        yield Admin(channel)
