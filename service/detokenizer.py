@@ -70,6 +70,8 @@ class StopChecker:
 
     def step(self, piece: str) -> tuple[str, str | None]:
         """Returns the text that may be sent, and the stop string that ends it, if one does (the last call then)."""
+        if not self._stops:
+            return piece, None
         text = self._held + piece
         found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
