@@ -133,6 +133,11 @@ def test_top_p_reached_exactly_needs_no_further_token():
     assert kept.sum(-1).tolist() == [2, 3, 3]
 
 
+def test_top_p_whose_ties_go_on_behind_the_first_candidates():
+    kept = top_p_filter(token_weights(torch.zeros(1, 1024)), _double(0.25)) > 0
+    assert kept[0].nonzero()[:, 0].tolist() == list(range(256))
+
+
 @pytest.mark.parametrize("p", [1e-6, 0.05, 0.5, 1.0])
 def test_min_p_equals_transformers(p):
     logits = _logits(4)
