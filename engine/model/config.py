@@ -1,0 +1,370 @@
+"""What a model's files say about its shape and its defaults. Plain data: no torch, no weights."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from engine.model.errors import ModelError
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What the architectures differ in, where config.json is silent or cannot say."""
+
+    qkv_bias: bool = False
+    bias_keys: bool = False  # attention_bias (q, k, v and o)
+    mlp_bias_key: bool = False
+    qk_norm: bool = False
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    num_kv_heads: int | None = None  # None: num_attention_heads
+    sliding_window: Literal["never", "always", "switched"] = "never"
+
+
+# The defaults of transformers' configuration classes.
+FAMILIES = {
+    "LlamaForCausalLM": _Family(bias_keys=True, mlp_bias_key=True),
+    "MistralForCausalLM": _Family(num_kv_heads=8, sliding_window="always"),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True, num_kv_heads=32, sliding_window="switched"),
+    "Qwen3ForCausalLM": _Family(bias_keys=True, qk_norm=True, head_dim=128, num_kv_heads=32, sliding_window="switched"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Sampling parameters where a request is silent, from generation_config.json. Off where that file is silent too."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def from_hf(cls, generation: Mapping[str, Any]) -> "GenerationDefaults":
+        """Reads the fields of a generation_config.json. Raises ModelError naming a field that is no number in range."""
+        ranges: dict[str, Callable[[float], bool]] = {
+            "temperature": lambda x: x >= 0,
+            "top_p": lambda x: 0 < x <= 1,
+            "top_k": lambda x: x >= -1 and x == int(x),
+            "min_p": lambda x: 0 <= x <= 1,
+            "repetition_penalty": lambda x: x > 0,
+        }
+        values: dict[str, Any] = {}
+        for name, in_range in ranges.items():
+            value = generation.get(name)
+            if value is None:
+                continue
+            if not _is_number(value) or not in_range(value):
+                raise ModelError(f"generation_config.json: {name} is {value!r}")
+            values[name] = max(int(value), 0) if name == "top_k" else float(value)
+        return cls(**values)
+
+    @classmethod
+    def load(cls, path: Path) -> "GenerationDefaults":
+        """Reads them from a folder in Hugging Face layout or a GGUF file. Raises ModelError as their readers do."""
+        if path.is_dir():
+            return cls.from_hf(read_json(path / "generation_config.json", optional=True))
+        # Late: the GGUF reader needs the package gguf, a folder does not.
+        from engine.model.gguf_config import generation_config
+        from engine.model.gguf_header import read_gguf_metadata
+
+        return cls.from_hf(generation_config(read_gguf_metadata(path)))
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embeddings (arXiv:2104.09864), and how their frequencies are stretched.
+
+    Args:
+        kind: "linear" divides all frequencies by factor; "llama3" only the low ones; "yarn" is arXiv:2309.00071.
+        factor: how many times longer the context becomes.
+        original_max_len: tokens, the context before the stretching ("llama3" and "yarn").
+        low_freq_factor, high_freq_factor: "llama3" only.
+        beta_fast, beta_slow: "yarn" only: rotations over the original context at which the ramp begins and ends.
+        truncate: "yarn" only: whether the ramp's ends are rounded to whole dimensions.
+        attention_factor: cos and sin are multiplied by it ("yarn"; else 1).
+    """
+
+    theta: float
+    kind: RopeType = "default"
+    factor: float = 1.0
+    original_max_len: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape of a decoder of the Llama, Mistral, Qwen2 or Qwen3 family.
+
+    Args:
+        architecture: as config.json names it.
+        window: longest context in tokens, rope scaling counted in.
+        num_kv_heads: divides num_heads.
+        layer_windows: for each layer, how many tokens back it attends, itself included (None: all).
+        eos_token_ids: the union of config.json's and generation_config.json's.
+        torch_dtype: the checkpoint's own, as config.json names it ("" where it does not).
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    window: int
+    rope: RopeConfig
+    layer_windows: tuple[int | None, ...]
+    tie_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    eos_token_ids: tuple[int, ...]
+    generation: GenerationDefaults
+    torch_dtype: str = ""
+
+    @property
+    def q_size(self) -> int:
+        """Width of q: heads x head_dim."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of k, and of v."""
+        return self.num_kv_heads * self.head_dim
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "ModelConfig":
+        """Reads config.json and generation_config.json. Raises ModelError naming the file or field to blame."""
+        generation = read_json(folder / "generation_config.json", optional=True)
+        return cls.from_hf(read_json(folder / "config.json"), generation)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> "ModelConfig":
+        """Reads the fields of a config.json and, where there is one, a generation_config.json.
+
+        Raises:
+            ModelError: an unsupported architecture, quantisation, activation or rope type; a field that is missing or
+                makes no sense. The message names it.
+        """
+        family = _family(config)
+        architecture = config["architectures"][0]
+        _refuse_unsupported(config)
+        hidden_size = _positive(config, "hidden_size")
+        num_layers = _positive(config, "num_hidden_layers")
+        num_heads = _positive(config, "num_attention_heads")
+        num_kv_heads = _positive(config, "num_key_value_heads", family.num_kv_heads or num_heads)
+        if num_heads % num_kv_heads:
+            raise ModelError(
+                f"config.json: num_attention_heads ({num_heads}) is no multiple of num_key_value_heads ({num_kv_heads})"
+            )
+        if config.get("head_dim") is None and family.head_dim is None and hidden_size % num_heads:
+            raise ModelError(
+                f"config.json: hidden_size ({hidden_size}) is no multiple of num_attention_heads ({num_heads})"
+            )
+        head_dim = _positive(config, "head_dim", family.head_dim or hidden_size // num_heads)
+        if head_dim % 2:
+            raise ModelError(f"config.json: head_dim is {head_dim}; rotary embeddings need an even one")
+        max_len = _positive(config, "max_position_embeddings")
+        rope = _rope(config, max_len)
+        attention_bias = family.bias_keys and _flag(config, "attention_bias")
+        eps = config.get("rms_norm_eps", 1e-6)
+        if not _is_number(eps) or eps <= 0:
+            raise ModelError(f"config.json: rms_norm_eps is {eps!r}, not a positive number")
+        vocab_size = _positive(config, "vocab_size")
+        return cls(
+            architecture=architecture,
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=_positive(config, "intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=float(eps),
+            window=_window(rope, max_len),
+            rope=rope,
+            layer_windows=_layer_windows(config, family, num_layers),
+            tie_embeddings=_flag(config, "tie_word_embeddings"),
+            qkv_bias=family.qkv_bias or attention_bias,
+            o_bias=attention_bias,
+            mlp_bias=family.mlp_bias_key and _flag(config, "mlp_bias"),
+            qk_norm=family.qk_norm,
+            eos_token_ids=_eos_token_ids(config, generation or {}),
+            generation=GenerationDefaults.from_hf(generation or {}),
+            torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or ""),
+        )
+
+
+def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """The object in a JSON file ({} for an absent optional one). Raises ModelError naming the file."""
+    if optional and not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ModelError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: not a JSON object")
+    return value
+
+
+def _family(config: Mapping[str, Any]) -> _Family:
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in FAMILIES:
+        raise ModelError(
+            f"config.json: architectures is {names!r}, which is not supported; supported: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[names[0]]
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    if config.get("quantization_config") is not None:
+        raise ModelError(
+            "config.json: quantization_config: quantised checkpoints are not supported (but GGUF files are)"
+        )
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelError(f"config.json: hidden_act is {activation!r}; only 'silu' is supported")
+
+
+def _eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
+    found: dict[int, None] = {}
+    for config in configs:
+        ids = config.get("eos_token_id")
+        for token in ids if isinstance(ids, list) else [ids] if ids is not None else []:
+            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+                raise ModelError(f"eos_token_id is {ids!r}, not a token id or a list of them")
+            found[token] = None
+    return tuple(found)
+
+
+def _layer_windows(config: Mapping[str, Any], family: _Family, num_layers: int) -> tuple[int | None, ...]:
+    on = family.sliding_window == "always" or (
+        family.sliding_window == "switched" and _flag(config, "use_sliding_window")
+    )
+    window = config.get("sliding_window", 4096) if on else None
+    if window is None:
+        return (None,) * num_layers
+    if not isinstance(window, int) or window < 1:
+        raise ModelError(f"config.json: sliding_window is {window!r}, not a positive integer")
+    kinds = config.get("layer_types")
+    if family.sliding_window == "always":
+        return (window,) * num_layers
+    if kinds is None:
+        full = config.get("max_window_layers", 28)
+        return tuple(None if layer < full else window for layer in range(num_layers))
+    known = {"full_attention": None, "sliding_attention": window}
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
+        raise ModelError(f"config.json: layer_types must name {num_layers} layers, each one of {', '.join(known)}")
+    return tuple(known[kind] for kind in kinds)
+
+
+def _rope(config: Mapping[str, Any], max_len: int) -> RopeConfig:
+    """Both spellings: `rope_theta` beside `rope_scaling`, and `rope_parameters` of transformers 5."""
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    given = config.get(key) or {}
+    if not isinstance(given, dict):
+        raise ModelError(f"config.json: {key} is {given!r}, not an object")
+    if given and all(isinstance(value, dict) for value in given.values()):
+        raise ModelError(f"config.json: {key} differs between layers, which is not supported")
+    theta = given.get("rope_theta", config.get("rope_theta"))
+    theta = 10000.0 if theta is None else theta
+    if not _is_number(theta) or theta <= 0:
+        raise ModelError(f"config.json: rope_theta is {theta!r}, not a positive number")
+    if given.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
+        raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "default":
+        return RopeConfig(theta=float(theta))
+
+    def number(name: str, default: float | None = None) -> float:
+        value = given.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"config.json: {key} of type {kind!r} lacks {name}")
+        if not _is_number(value) or value <= 0:
+            raise ModelError(f"config.json: {name} of {key} is {value!r}, not a positive number")
+        return float(value)
+
+    if kind == "linear":
+        return RopeConfig(float(theta), "linear", factor=number("factor"))
+    original = config.get("original_max_position_embeddings") or number("original_max_position_embeddings", max_len)
+    if kind == "llama3":
+        return RopeConfig(
+            float(theta),
+            "llama3",
+            factor=number("factor"),
+            original_max_len=int(original),
+            low_freq_factor=number("low_freq_factor"),
+            high_freq_factor=number("high_freq_factor"),
+        )
+    if kind == "yarn":
+        factor = number("factor", max_len / original)
+        return RopeConfig(
+            float(theta),
+            "yarn",
+            factor=factor,
+            original_max_len=int(original),
+            beta_fast=number("beta_fast", 32.0),
+            beta_slow=number("beta_slow", 1.0),
+            truncate=bool(given.get("truncate", True)),
+            attention_factor=number("attention_factor", _yarn_attention_factor(given, factor)),
+        )
+    raise ModelError(f"config.json: rope type {kind!r} is not supported; supported: default, linear, llama3, yarn")
+
+
+def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
+    """The temperature of arXiv:2309.00071, section 3.4, as a factor on cos and sin; two mscale keys change it."""
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return mscale(given["mscale"]) / mscale(given["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def _window(rope: RopeConfig, max_len: int) -> int:
+    """Linear scaling stretches max_position_embeddings; yarn the original length; llama3 has it counted in already."""
+    if rope.kind == "linear":
+        return int(max_len * rope.factor)
+    if rope.kind == "yarn":
+        return int(rope.original_max_len * rope.factor)
+    return max_len
+
+
+def _positive(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    value = default if value is None else value
+    if value is None:
+        raise ModelError(f"config.json: {name} is missing")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"config.json: {name} is {value!r}, not a positive integer")
+    return value
+
+
+def _flag(config: Mapping[str, Any], name: str) -> bool:
+    value = config.get(name)
+    if value not in (None, True, False):
+        raise ModelError(f"config.json: {name} is {value!r}, not a boolean")
+    return bool(value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(cast(float, value))

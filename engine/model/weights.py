@@ -1,0 +1,69 @@
+"""Fills a decoder with weights: every one exactly once, and nothing else."""
+
+import re
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from engine.model.checkpoint import Checkpoint
+from engine.model.decoder import Decoder
+from engine.model.errors import ModelError
+
+# Old checkpoints hold the rotary frequencies, which follow from the configuration.
+_HARMLESS = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_DUMMY_STD = 0.02
+
+
+def load_weights(decoder: Decoder, checkpoint: Checkpoint, *, progress: bool) -> None:
+    """Streams the checkpoint's tensors into the decoder, cast to its dtype, and lays them out for speed.
+
+    Args:
+        progress: show a bar on stderr.
+
+    Raises:
+        ModelError: a tensor that is missing, unexpected, there twice or of a wrong shape; or an unreadable file.
+    """
+    wanted = decoder.weights()
+    loaded: set[str] = set()
+    with tqdm(
+        desc="loading weights", total=checkpoint.total_bytes, unit="B", unit_scale=True, disable=not progress
+    ) as bar:
+        for name, tensor in checkpoint.tensors():
+            bar.update(tensor.numel() * tensor.element_size())
+            if name in loaded:
+                raise ModelError(f"{checkpoint.file_of(name)}: tensor {name} is there twice")
+            if name not in wanted:
+                if _HARMLESS.fullmatch(name) or (name == "lm_head.weight" and decoder.config.tie_embeddings):
+                    continue
+                raise ModelError(f"{checkpoint.file_of(name)}: unexpected tensor {name}")
+            _copy(tensor, wanted[name], f"{checkpoint.file_of(name)}: tensor {name}")
+            loaded.add(name)
+    missing = [name for name in wanted if name not in loaded]
+    if missing:
+        also = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise ModelError(f"{checkpoint.path}: tensor {missing[0]} is missing{also}")
+    del wanted
+    decoder.pack()
+
+
+def fill_dummy(decoder: Decoder, seed: int) -> None:
+    """Fills the decoder on its device: norms with 1, everything else with seeded N(0, 0.02)."""
+    weights = decoder.weights()
+    device = decoder.embedding.device
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, weight in weights.items():
+        if name.endswith("norm.weight"):
+            weight.fill_(1.0)
+        else:
+            weight.normal_(0.0, _DUMMY_STD, generator=generator)
+    del weights
+    decoder.pack()
+
+
+def _copy(tensor: Tensor, target: Tensor, what: str) -> None:
+    if tensor.shape != target.shape:
+        raise ModelError(f"{what} has the shape {tuple(tensor.shape)}, not {tuple(target.shape)}")
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise ModelError(f"{what} is {tensor.dtype}, which is not supported")
+    target.copy_(tensor)

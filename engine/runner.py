@@ -1,0 +1,255 @@
+"""Executes the scheduler's steps: rows on the device, one forward pass, sampling. Knows no requests and no policy."""
+
+import math
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.logits import load_logits_processors
+from engine.model.checkpoint import open_checkpoint
+from engine.model.config import ModelConfig
+from engine.model.decoder import Decoder
+from engine.model.errors import ModelError
+from engine.model.weights import fill_dummy, load_weights
+from engine.request import SamplingParams
+from engine.sampler import Sampler
+from engine.step import RowInit, RowWork, Sample, Step, StepResult
+from kernels.attention import Query, plan_attention
+from kernels.linear import cpu_computes_bfloat16
+
+_CPU_BUDGET = 2 << 30  # bytes of KV
+_CUDA_BUDGET = 0.9  # of the device's memory
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that the device is working on: what it will have sampled, in the order of step.samples."""
+
+    tokens: Tensor
+    failed: Tensor
+
+
+class ModelRunner:
+    """The model, its KV pool and its rows.
+
+    Args:
+        progress: show a bar while weights load.
+
+    Attributes:
+        model_config: shape of the model.
+        num_pages: pages of the KV pool that the scheduler may use. One more is there for padding and warm-up.
+        max_model_len: longest sequence, tokens.
+        dtype, device: of weights and KV.
+
+    Raises:
+        ModelError: the model cannot be served as asked.
+        ValueError: a logits processor cannot be loaded.
+    """
+
+    def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
+        self.device = _device(config.device)
+        if self.device.type == "cpu":
+            torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+        checkpoint = open_checkpoint(config.model)
+        self.model_config: ModelConfig = checkpoint.config
+        self.max_model_len = _max_model_len(config, self.model_config)
+        self.dtype = _dtype(config, self.device)
+        with torch.inference_mode():
+            self._decoder = Decoder(self.model_config, self.dtype, self.device)
+            if config.load_format == "dummy":
+                fill_dummy(self._decoder, config.seed)
+            else:
+                load_weights(self._decoder, checkpoint, progress=progress)
+            self._page_size = config.page_size
+            self._max_num_seqs = config.max_num_seqs
+            # One column more: the token that the last position of the window is sampled to.
+            self._token_ids = torch.zeros(
+                config.max_num_seqs, self.max_model_len + 1, dtype=torch.int32, device=self.device
+            )
+            self._num_tokens = [0] * config.max_num_seqs
+            self._sampler = Sampler(
+                vocab_size=self.model_config.vocab_size,
+                device=self.device,
+                max_num_seqs=config.max_num_seqs,
+                processors=load_logits_processors(
+                    config.logits_processors, vocab_size=self.model_config.vocab_size, device=self.device
+                ),
+            )
+            self.num_pages = self._affordable_pages(config)
+            self._kv_cache = self._new_pool(self.num_pages + 1)
+            self._page_table = torch.full(
+                (config.max_num_seqs, math.ceil(self.max_model_len / config.page_size)),
+                self.num_pages,
+                dtype=torch.int32,
+                device=self.device,
+            )
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page: K and V of all layers."""
+        model = self.model_config
+        return 2 * model.num_layers * self._page_size * model.kv_size * self.dtype.itemsize
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Launched:
+        """Begins a step and returns at once where the device works by itself (on a CPU it is complete).
+
+        A step may be launched before the one before it is collected: nothing of its tokens is needed on the host.
+        """
+        for init in step.inits:
+            self._init_row(init)
+        for update in step.page_updates:
+            pages = torch.tensor(update.pages, dtype=torch.int32)
+            self._page_table[update.row, update.first : update.first + len(update.pages)] = pages.to(self.device)
+        hidden = self._forward(step.works) if step.works else None
+        launched = self._sample(hidden, step.works, step.samples)
+        if step.copies:
+            sources, destinations = torch.tensor(step.copies, device=self.device).T
+            self._kv_cache.index_copy_(1, destinations, self._kv_cache.index_select(1, sources))
+        return launched
+
+    def collect(self, launched: Launched) -> StepResult:
+        """Waits for a launched step and returns what it sampled."""
+        failed = launched.failed.nonzero().flatten()
+        return StepResult(tuple(launched.tokens.tolist()), tuple(failed.tolist()))
+
+    def warm_up(self) -> None:
+        """Runs a prefill and a decode step, so that the first request does not pay for what is made lazily.
+
+        They write into the page that no sequence owns, and leave rows behind that the next RowInit voids.
+        """
+        length = min(self._page_size, self.max_model_len - 1)
+        params = SamplingParams(temperature=0.0, seed=0)
+        init = RowInit(row=0, tokens=(0,) * length, prompt_length=length, params=params, index=0, stop_mask=())
+        prefill = Step(0, (init,), (), (RowWork(0, 0, length),), (Sample(0, 0),))
+        decode = Step(1, (), (), (RowWork(0, length - 1, 1),), (Sample(0, 0),))
+        for step in (prefill, decode):
+            self.collect(self.launch(step))
+        with torch.inference_mode():
+            self._kv_cache[:, self.num_pages].zero_()
+
+    def _init_row(self, init: RowInit) -> None:
+        tokens = torch.tensor(init.tokens, dtype=torch.int32)
+        self._token_ids[init.row, : len(init.tokens)] = tokens.to(self.device)
+        self._num_tokens[init.row] = len(init.tokens)
+        self._sampler.add_row(init)
+
+    def _forward(self, works: tuple[RowWork, ...]) -> Tensor:
+        """Returns the hidden states (T, D) of all tokens of the works."""
+        lengths = np.array([work.length for work in works])
+        rows = np.repeat([work.row for work in works], lengths)
+        ends = np.cumsum(lengths)
+        starts = np.array([work.start for work in works])
+        positions = torch.from_numpy(np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)).to(self.device)
+        tokens = self._token_ids[torch.from_numpy(rows).to(self.device), positions]
+        model = self.model_config
+        plan = plan_attention(
+            [Query(work.row, work.start, work.length) for work in works],
+            self._page_table,
+            page_size=self._page_size,
+            group=model.num_heads // model.num_kv_heads,
+            windows=model.layer_windows,
+        )
+        return self._decoder.forward(tokens, positions, self._kv_cache, plan)
+
+    def _sample(self, hidden: Tensor | None, works: tuple[RowWork, ...], samples: tuple[Sample, ...]) -> Launched:
+        if hidden is None or not samples:
+            return Launched(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool))
+        last = np.cumsum([work.length for work in works]) - 1
+        # Siblings share the logits of one work: computed once, repeated for each.
+        used = sorted({sample.work for sample in samples})
+        logits = self._decoder.logits(hidden[torch.from_numpy(last[used]).to(self.device)])
+        if len(used) != len(samples) or any(sample.work != work for sample, work in zip(samples, used, strict=True)):
+            logits = logits[torch.tensor([used.index(sample.work) for sample in samples], device=self.device)]
+        rows = [sample.row for sample in samples]
+        lengths = [self._num_tokens[row] for row in rows]
+        tokens, failed = self._sampler.sample(logits, rows, self._token_ids, lengths)
+        at = (torch.tensor(rows, device=self.device), torch.tensor(lengths, device=self.device))
+        self._token_ids.index_put_(at, tokens.int())
+        for row in rows:
+            self._num_tokens[row] += 1
+        return Launched(tokens, failed)
+
+    def _affordable_pages(self, config: EngineConfig) -> int:
+        budget = config.memory_budget
+        if self.device.type == "cpu":
+            budget = _CPU_BUDGET if budget is None else budget
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            left = int(budget * memory) if isinstance(budget, float) else budget
+        else:
+            budget = _CUDA_BUDGET if budget is None else budget
+            memory = torch.cuda.get_device_properties(self.device).total_memory
+            left = (int(budget * memory) if isinstance(budget, float) else budget) - self._peak_bytes(config)
+        pages = left // self.page_bytes
+        if pages < 1:
+            raise ModelError(
+                f"memory_budget leaves {max(left, 0)} bytes for the KV pool, and one page of {self._page_size} tokens"
+                f" takes {self.page_bytes}"
+            )
+        return pages
+
+    def _peak_bytes(self, config: EngineConfig) -> int:
+        """Most device memory in use while the largest step runs over a pool just large enough for it."""
+        model, size = self.model_config, self._page_size
+        length = min(config.max_num_batched_tokens, self.max_model_len)
+        counts = [length] * (config.max_num_batched_tokens // length)
+        pages = math.ceil(length / size)
+        table = torch.arange(len(counts) * pages, device=self.device).view(len(counts), pages)
+        pool = self._new_pool(len(counts) * pages)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        plan = plan_attention(
+            [Query(row, 0, length) for row in range(len(counts))],
+            table,
+            page_size=size,
+            group=model.num_heads // model.num_kv_heads,
+            windows=model.layer_windows,
+        )
+        positions = torch.arange(length, device=self.device).repeat(len(counts))
+        hidden = self._decoder.forward(torch.zeros_like(positions), positions, pool, plan)
+        self._decoder.logits(hidden[: config.max_num_seqs])
+        peak = torch.cuda.max_memory_allocated(self.device) - pool.nbytes
+        del pool, hidden
+        torch.cuda.empty_cache()
+        return peak
+
+    def _new_pool(self, pages: int) -> Tensor:
+        """(layers, pages, page_size, 2, kv_heads, head_dim), zero."""
+        model = self.model_config
+        shape = (model.num_layers, pages, self._page_size, 2, model.num_kv_heads, model.head_dim)
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        # numpy's zeros are the system's: memory is taken when a page is first written, not now.
+        return torch.from_numpy(np.zeros(pages * self.page_bytes, np.uint8)).view(self.dtype).view(shape)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"device {name!r} is none that torch knows") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ModelError(f"device {name!r} is not available here")
+    return device
+
+
+def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    if config.dtype != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
+    native = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_computes_bfloat16()
+    return torch.bfloat16 if native else torch.float32
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len is None:
+        return model.window
+    if config.max_model_len > model.window:
+        raise ModelError(
+            f"max_model_len ({config.max_model_len}) is beyond the model's window of {model.window} tokens"
+        )
+    return config.max_model_len
