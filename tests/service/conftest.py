@@ -78,7 +78,6 @@ class FakeCore:
         self.reply: Callable[[Request], list[tuple[int, list[int], FinishReason | None]]] | None = None
         self._changed = asyncio.Event()
         self._closed = asyncio.Event()
-        self._news = asyncio.Condition()
 
     # What the service calls.
 
@@ -93,7 +92,6 @@ class FakeCore:
         stream.accepted.set_result(None)
         self.requests.append(request)
         self.streams[request.request_id] = stream
-        await self._tell()
         if self.reply is not None:
             self.start(request.request_id)
             for index, ids, finish in self.reply(request):
@@ -169,9 +167,6 @@ class FakeCore:
     def _check(self) -> None:
         if self._closed.is_set():
             raise CoreDied("gone")
-
-    async def _tell(self) -> None:
-        await asyncio.sleep(0)
 
 
 @pytest.fixture
