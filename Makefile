@@ -7,6 +7,7 @@ SERVE_ARGS ?=
 PYTEST_ARGS ?=
 
 BIN := .venv/bin
+# Bytecode is written when a module is first used: compiling all of torch takes longer than the rest.
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 export PIP_ROOT_USER_ACTION ?= ignore
 
@@ -53,11 +54,11 @@ clean: ## Removes .venv and the tools' caches
 
 .venv/serve.stamp: .venv/pip.stamp pyproject.toml constraints.txt
 	@echo "Installing Fulcrum into .venv (the first time this takes some minutes, most of them for torch)" >&2
-	@$(PIP) install -c constraints.txt -e '.[engine,gateway]'
+	@$(PIP) install --no-compile -c constraints.txt -e '.[engine,gateway]'
 	@touch $@
 
 # After serve.stamp, so that two pips never work on one environment, not even under make -j.
 .venv/dev.stamp: .venv/serve.stamp
 	@echo "Installing the developer's tools into .venv" >&2
-	@$(PIP) install -c constraints.txt -e '.[engine,gateway,dev]'
+	@$(PIP) install --no-compile -c constraints.txt -e '.[engine,gateway,dev]'
 	@touch $@

@@ -49,9 +49,9 @@ class Child:
 
     @classmethod
     async def start(cls, name: str, arguments: Sequence[str], variables: Mapping[str, str]) -> Self:
-        """Starts `fulcrum ARGUMENTS --supervised` with further environment variables."""
+        """Starts `fulcrum ARGUMENTS` (a command and its options), supervised, with further environment variables."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "cli", *arguments, "--supervised"),
+            *(sys.executable, "-m", "cli", arguments[0], "--supervised", *arguments[1:]),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=os.environ | variables,

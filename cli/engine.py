@@ -49,7 +49,7 @@ async def run_engine(
             start = CoreProcess.start(config, progress=sys.stderr.isatty())
             core = await unless(stack.enter_async_context(start), signals.stopped())
             if workers:
-                lines = [(*line, f"--core={core.socket}") for line in workers]
+                lines = [(line[0], f"--core={core.socket}", *line[1:]) for line in workers]
                 await _run_workers(lines, variables, core, grace=service.grace_seconds, signals=signals, ready=ready)
                 return
             try:

@@ -34,7 +34,7 @@ def generate_text(text: str, params: Params) -> None:
         served = ServedModel.load(
             ServiceConfig(
                 model=path,
-                served_model_names=settings.served_names(params),
+                served_model_names=(path.name,),
                 chat_template=params["chat_template"],
                 tokenizer=params["tokenizer"],
             )

@@ -17,16 +17,18 @@ class StopSignals:
 
     Attributes:
         drain: set by the first signal.
-        hurry: set by the second: end at once.
+        hurry: set by SIGINT after that: end at once. A further SIGTERM changes nothing, since what sends it to a whole
+            group of processes (systemd, for one) would meet the one that a supervising parent passes on.
     """
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
         self.hurry = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._take)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.drain.set)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
 
-    def _take(self) -> None:
+    def _interrupt(self) -> None:
         (self.hurry if self.drain.is_set() else self.drain).set()
 
     async def stopped(self) -> NoReturn:

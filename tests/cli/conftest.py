@@ -43,7 +43,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": 257,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",

@@ -1,6 +1,7 @@
 """`fulcrum gateway` as a process: starts, answers, refuses, ends; and as a child that its parent outlives or not."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -88,3 +89,24 @@ def test_a_child_ends_with_a_parent_that_is_killed(tmp_path) -> None:
         child.kill()
         child.wait()
         child.stdout.close()
+
+
+def test_the_gateway_needs_nothing_of_the_engine() -> None:
+    """What the `gateway` extra does not install cannot be imported here."""
+    absent = ["torch", "tokenizers", "safetensors", "gguf", "huggingface_hub", "numpy", "msgspec", "jinja2", "tqdm"]
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({absent}))
+sys.argv = ["fulcrum", "gateway", "--engine={NO_ENGINE}", "--port=0", "--supervised"]
+from cli.main import main
+main()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as gateway:
+        try:
+            address = json.loads(gateway.stdout.readline())["address"]
+            assert status(f"http://{address}/livez") == 200
+        finally:
+            gateway.stdin.close()
+            assert gateway.wait(30) == 0
