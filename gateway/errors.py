@@ -115,18 +115,20 @@ def from_rpc(error: grpc.aio.AioRpcError, names: dict[str, str], label: str) -> 
         # The text is the transport's: it names addresses.
         logger.warning("request %s: the engine answered %s: %s", label, code.name, message)
         message = TIMEOUT_TEXT if http == 504 else UNAVAILABLE_TEXT
+    reason = info.reason if info is not None else ""
+    error_code = reason.lower() or default_code
     param = None
     if violation is not None and violation.field:
         param = http_name(violation.field, names)
-        if info is not None and info.reason == "INVALID_PARAMETER":
-            message = f"Invalid '{param}': {violation.description}"  # the engine's text has its own name of the field
-    elif info is not None and info.reason in REASON_PARAMS:
-        param = names.get(REASON_PARAMS[info.reason], REASON_PARAMS[info.reason])
-    retry_after = max(retry or 0, RETRY_SECONDS) if http in (429, 503) else None
-    reason = info.reason.lower() if info is not None and info.reason else default_code
+    elif reason in REASON_PARAMS:
+        param = names.get(REASON_PARAMS[reason], REASON_PARAMS[reason])
+    if reason == "INVALID_PARAMETER" and violation is not None:
+        # The engine's text has its own name of the field; and the code is the one of the gateway's own checks.
+        message, error_code = f"Invalid '{param}': {violation.description}", "invalid_value"
     if http == 404 and param == "model":
-        reason = "model_not_found"
-    return ApiError(http, message, kind, param, reason, retry_after)
+        error_code = "model_not_found"
+    retry_after = max(retry or 0, RETRY_SECONDS) if http in (429, 503) else None
+    return ApiError(http, message, kind, param, error_code, retry_after)
 
 
 def details_of(

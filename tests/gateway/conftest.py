@@ -172,7 +172,11 @@ class FakeEngine(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _start(self) -> None:
         self.server = grpc.aio.server(
-            options=[("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 5000)]
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+                ("grpc.max_receive_message_length", 16 << 20),
+            ]
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, self.server)
         self.health = health.aio.HealthServicer()

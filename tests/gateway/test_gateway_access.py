@@ -195,3 +195,12 @@ def test_metrics_of_one_process(http, gateway, engine, kit):
     ):
         assert metric(after, name) - metric(before.text, name) == 1, name
     assert "unknown/path" not in after
+
+
+def test_long_prompts_and_long_pieces(http, guarded, engine, kit):
+    """Beyond gRPC's default limit of 4 MiB, both ways."""
+    long = "é" * (3 << 20)
+    engine.script = kit.says(long)
+    answer = http.post(f"{guarded.url}/v1/completions", json={"prompt": long}, headers=guarded.headers)
+    assert engine.calls[0].request.text == long
+    assert answer.json()["choices"][0]["text"] == long

@@ -50,7 +50,7 @@ def table(kit):
             400,
             INVALID,
             "top_k",
-            "invalid_parameter",
+            "invalid_value",
             "Invalid 'top_k': bad",
         ),
         (
