@@ -76,11 +76,7 @@ class ChatTemplate:
         Raises:
             ModelError: it cannot be read, or it is broken.
         """
-        try:
-            source = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"{path}: the chat template cannot be read: {error}") from error
-        return cls({"default": source}, special_tokens, str(path))
+        return cls({"default": _read_source(path)}, special_tokens, str(path))
 
     @classmethod
     def from_folder(cls, folder: Path, special_tokens: Mapping[str, str]) -> "ChatTemplate":
@@ -91,13 +87,18 @@ class ChatTemplate:
         """
         files = {"default": folder / "chat_template.jinja"}
         files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-        sources = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+        sources = {name: _read_source(path) for name, path in files.items() if path.is_file()}
         if not sources:
             entry = read_json(folder / "tokenizer_config.json").get("chat_template")
             if isinstance(entry, str):
                 sources = {"default": entry}
             elif isinstance(entry, list):
-                sources = {item["name"]: item["template"] for item in entry}
+                try:
+                    sources = {item["name"]: item["template"] for item in entry}
+                except (KeyError, TypeError) as error:
+                    raise ModelError(
+                        f"{folder}/tokenizer_config.json: broken list in chat_template: {error!r}"
+                    ) from error
         return cls(sources, special_tokens, str(folder))
 
     @classmethod
@@ -169,6 +170,13 @@ class ChatTemplate:
         if "reasoning_content" in copy:
             copy.setdefault("thinking", copy["reasoning_content"])  # its name in the templates of gpt-oss
         return copy
+
+
+def _read_source(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: the chat template cannot be read: {error}") from error
 
 
 def _content(content: Any, form: ContentForm) -> Any:
@@ -281,11 +289,27 @@ def content_form(template: nodes.Template) -> ContentForm:
     "string" is everything else. The content is followed through variables, filters, slices and parameters of macros.
     """
     names = _content_names(template)
-    looped = any(_is_content(loop.iter, names) for loop in template.find_all(nodes.For))
-    if not looped and not any(_is_item_field(access, names) for access in template.find_all(nodes.Expr)):
+    loops = (loop for loop in template.find_all(nodes.For) if _is_content(loop.iter, names))
+    if not any(map(_loops_over_parts, loops)) and not any(
+        _is_first_part(access.node, names) for access in _part_accesses(template)
+    ):
         return "string"
     asked = (test.node for test in template.find_all(nodes.Test) if test.name in TYPE_TESTS)
     return "either" if any(_is_content(node, names) for node in asked) else "list"
+
+
+def _part_accesses(node: nodes.Node) -> Iterator[nodes.Getattr | nodes.Getitem]:
+    """Every .type, .text, ["type"] and ["text"] in a syntax tree."""
+    for access in node.find_all((nodes.Getattr, nodes.Getitem)):
+        match access:
+            case nodes.Getattr(attr="type" | "text") | nodes.Getitem(arg=nodes.Const(value="type" | "text")):
+                yield access
+
+
+def _loops_over_parts(loop: nodes.For) -> bool:
+    """True where the loop's variable is asked for its type or text: other loops are over tool calls, or characters."""
+    names = {loop.target.name} if isinstance(loop.target, nodes.Name) else set()
+    return any(isinstance(access.node, nodes.Name) and access.node.name in names for access in _part_accesses(loop))
 
 
 def _content_names(template: nodes.Template) -> frozenset[str]:
@@ -330,14 +354,9 @@ def _is_content(node: nodes.Node | None, names: frozenset[str]) -> bool:
     return False
 
 
-def _is_item_field(node: nodes.Node, names: frozenset[str]) -> bool:
-    """True of content[0].type and the like."""
+def _is_first_part(node: nodes.Node, names: frozenset[str]) -> bool:
+    """True of content[0] and the like."""
     match node:
-        case (
-            nodes.Getattr(node=nodes.Getitem(node=inner, arg=nodes.Const(value=int())), attr="type" | "text")
-            | nodes.Getitem(
-                node=nodes.Getitem(node=inner, arg=nodes.Const(value=int())), arg=nodes.Const(value="type" | "text")
-            )
-        ):
+        case nodes.Getitem(node=inner, arg=nodes.Const(value=int())):
             return _is_content(inner, names)
     return False
