@@ -214,6 +214,13 @@ class Scheduler:
 
         With no step in flight and `has_work`, there always is one. Every step must be given to `update` or `fail`.
         """
+        step = self._plan()
+        if step is None and self._short and not self._in_flight:
+            # The last that ran lacked a page, because it held copies of cached ones, and gave all back: it fits again.
+            step = self._plan()
+        return step
+
+    def _plan(self) -> Step | None:
         plan = Plan(self._next_id, self._budget)
         decoding = tuple(self._decoding)
         decode_first = self._chunked or self._short

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine.request import FinishReason, Request, RequestRejected, SamplingParams
+from engine.request import FinishReason, Request, SamplingParams
 from engine.scheduler import Scheduler, SequenceUpdate
 from engine.static_scheduler import StaticScheduler
 from engine.step import RowInit, Step, StepResult
@@ -264,6 +264,12 @@ class Harness:
             else:
                 assert (tokens, finish) == (expected, reason)
 
+    @staticmethod
+    def lone(prompt: Iterable[int], max_tokens: int) -> list[int]:
+        """What the fake model says greedily to a prompt, past every end."""
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        return lone_run(Request("", tuple(prompt), params), 0)[0]
+
     def check_cache(self) -> None:
         """Every page of the tree holds the K and V of just the tokens that it is found by (or is not finite)."""
         tree = self.scheduler._cache._tree
@@ -290,9 +296,3 @@ class Harness:
 def harness() -> type[Harness]:
     """The class: `harness(depth=1, num_pages=32)` gives one."""
     return Harness
-
-
-@pytest.fixture(scope="session")
-def rejected() -> type[RequestRejected]:
-    """What `add` raises."""
-    return RequestRejected
