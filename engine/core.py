@@ -34,6 +34,7 @@ class Turn:
     """What one turn of the core brought."""
 
     started: list[tuple[str, int]]  # (request id, cached tokens)
+    scheduled_at: float  # time.monotonic() of the schedule
     updates: list[SequenceUpdate]
 
 
@@ -61,6 +62,7 @@ class EngineCore:
         began = time.perf_counter()
         step = self.scheduler.schedule()
         started = self.scheduler.started()
+        scheduled_at = time.monotonic()
         scheduled = time.perf_counter()
         updates: list[SequenceUpdate] = []
         if step is not None:
@@ -72,7 +74,7 @@ class EngineCore:
         if self._in_flight and (step is None or len(self._in_flight) > self._overlap):
             updates += self._collect(scheduled)
         self._stats.schedule_seconds += scheduled - began
-        return Turn(started, updates)
+        return Turn(started, scheduled_at, updates)
 
     def _collect(self, scheduled: float) -> list[SequenceUpdate]:
         step, launched = self._in_flight.popleft()

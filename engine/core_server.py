@@ -207,10 +207,16 @@ class CoreServer:
                 self._submit(connection, message)
             case EndSequences():
                 for request_id, index in message.sequences:
+                    if request_id not in connection.request_ids:
+                        continue  # ended meanwhile, and its id may be another client's by now
                     self._core.scheduler.end_sequence(request_id, index)
                     self._forget_if_ended(request_id)
             case Abort():
-                live = [request_id for request_id in message.request_ids if self._abort(request_id)]
+                # Without a question it is about the client's own requests: one refused as a duplicate has none.
+                ids = message.request_ids
+                if not message.call_id:
+                    ids = [request_id for request_id in ids if request_id in connection.request_ids]
+                live = [request_id for request_id in ids if self._abort(request_id)]
                 if message.call_id:
                     self._post(connection, AbortReply(message.call_id, live))
             case Call():
@@ -259,7 +265,7 @@ class CoreServer:
 
     def _route(self, turn: Turn) -> None:
         for request_id, cached_tokens in turn.started:
-            self._owners[request_id].outputs.started.append(RequestStart(request_id, cached_tokens))
+            self._owners[request_id].outputs.started.append(RequestStart(request_id, cached_tokens, turn.scheduled_at))
         for update in turn.updates:
             owner = self._owners[update.request_id]
             owner.outputs.sequences.append(

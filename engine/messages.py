@@ -21,7 +21,7 @@ class EndSequences(msgspec.Struct, tag="end", array_like=True):
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):
-    """Client to core: end these requests, whoever sent them. Answered by AbortReply when call_id is not 0."""
+    """Client to core: end these requests, the client's own; whoever's with a call_id, which has one AbortReply."""
 
     request_ids: list[str]
     call_id: int = 0
@@ -63,6 +63,7 @@ class RequestStart(msgspec.Struct, array_like=True):
 
     request_id: str
     cached_tokens: int
+    at: float  # time.monotonic(), which all processes of a machine share
 
 
 class RequestAccepted(msgspec.Struct, array_like=True):

@@ -69,7 +69,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             stream = await core.submit(job)
         except RequestRejected as rejected:
-            raise refusal(rejected, asked.request_id, field) from rejected
+            raise refusal(rejected, job, field, core.info) from rejected
         try:
             await context.write(pb.GenerateResponse(accepted=pb.Accepted(request_id=asked.request_id, model=name)))
             choices = [Choice(index, asked, self._text_stream(asked, field)) for index in range(params.n)]
@@ -100,8 +100,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         started = first = 0.0
         async for event in stream:
             if isinstance(event, RequestStart):
-                started = time.monotonic()
-                cached_tokens = event.cached_tokens
+                started, cached_tokens = event.at, event.cached_tokens
                 prompt_tokens = len(job.prompt)
                 await write(
                     pb.GenerateResponse(started=pb.Started(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))

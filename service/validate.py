@@ -12,10 +12,18 @@ import grpc
 
 from engine.messages import CoreInfo
 from engine.model.config import GenerationDefaults
-from engine.request import RejectReason, RequestRejected, SamplingParams
+from engine.request import RejectReason, Request, RequestRejected, SamplingParams
 from fulcrum.v1 import inference_pb2 as pb
 from service.auth import Caller
 from service.errors import ApiError, Violation, draining, invalid, not_served
+
+# The engine's names of fields -> the proto's.
+_PROTO_PATHS = {
+    "max_tokens": "stopping.max_tokens",
+    "stop_token_ids": "stopping.stop_token_ids",
+    "logit_bias": "sampling.logit_bias",
+    "n": "n",
+}
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -131,7 +139,9 @@ def fit(plan: Plan, prompt: Sequence[int], prompt_field: str, info: CoreInfo) ->
     bad.token_ids(f"{prompt_field}.ids" if prompt_field == "token_ids" else prompt_field, prompt, info.vocab_size)
     bad.check()
     room = info.max_model_len - len(prompt)
-    max_tokens = room if plan.max_tokens is None else plan.max_tokens
+    # Where the whole KV pool is smaller than the window, it bounds what a silent request gets.
+    default = min(room, max(1, _pool_tokens(info) - len(prompt)))
+    max_tokens = default if plan.max_tokens is None else plan.max_tokens
     if room < 1 or max_tokens > room:
         wanted = f" and max_tokens {plan.max_tokens}" if plan.max_tokens is not None else ""
         numbers = {"prompt_tokens": len(prompt), "max_tokens": plan.max_tokens, "max_model_len": info.max_model_len}
@@ -151,21 +161,32 @@ def fit(plan: Plan, prompt: Sequence[int], prompt_field: str, info: CoreInfo) ->
     return replace(plan.params, max_tokens=max_tokens)
 
 
-def refusal(rejected: RequestRejected, request_id: str, prompt_field: str) -> ApiError:
-    """The engine's refusal as a status."""
+def refusal(rejected: RequestRejected, job: Request, prompt_field: str, info: CoreInfo) -> ApiError:
+    """The engine's refusal as a status. `prompt_field`: where the prompt came from."""
     code, text = grpc.StatusCode, str(rejected)
+    field = _PROTO_PATHS.get(rejected.field, prompt_field)
     match rejected.reason:
         case RejectReason.DUPLICATE_ID:
-            text = f"a request with id {request_id!r} is live"
+            text = f"a request with id {job.request_id!r} is live"
             return ApiError(code.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID", text, field="request_id")
         case RejectReason.TOO_LARGE:
-            return ApiError(code.INVALID_ARGUMENT, "KV_EXHAUSTED", text, field=prompt_field)
+            numbers = {
+                "prompt_tokens": len(job.prompt),
+                "max_tokens": job.params.max_tokens,
+                "kv_tokens": _pool_tokens(info),
+            }
+            metadata = {name: str(number) for name, number in numbers.items()}
+            return ApiError(code.INVALID_ARGUMENT, "KV_EXHAUSTED", text, field=field, metadata=metadata)
         case RejectReason.QUEUE_FULL:
             return ApiError(code.RESOURCE_EXHAUSTED, "QUEUE_FULL", text, retry_after=1.0)
         case RejectReason.DRAINING:
             return draining()
         case RejectReason.INVALID:
-            return ApiError(code.INVALID_ARGUMENT, "INVALID_PARAMETER", text, field=rejected.field or prompt_field)
+            return ApiError(code.INVALID_ARGUMENT, "INVALID_PARAMETER", text, field=field)
+
+
+def _pool_tokens(info: CoreInfo) -> int:
+    return info.num_pages * info.page_size
 
 
 def _sampling(

@@ -179,6 +179,19 @@ async def test_a_live_id_is_refused_by_whoever_sends_it_and_the_first_is_unharme
         assert (len(tokens), finish) == (LONG, FinishReason.LENGTH)
 
 
+async def test_a_cancelled_duplicate_leaves_the_other_clients_request_alone(served: Served) -> None:
+    async with connected(served) as one, connected(served) as other:
+        first = await one.submit(request("a", max_tokens=LONG))
+        submitting = asyncio.create_task(other.submit(request("a")))
+        await asyncio.sleep(0)
+        submitting.cancel()  # before the core has refused it
+        with pytest.raises(asyncio.CancelledError):
+            await submitting
+        await other.stats()  # the core has read what the other client sent
+        tokens, finish, _ = await read(first)
+        assert (len(tokens), finish) == (LONG, FinishReason.LENGTH)
+
+
 async def test_refusals_name_the_field(served: Served) -> None:
     async with connected(served) as client:
         with pytest.raises(RequestRejected) as refusal:

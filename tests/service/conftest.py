@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -142,7 +143,7 @@ class FakeCore:
     # What the test calls.
 
     def start(self, request_id: str, cached_tokens: int = 0) -> None:
-        self.streams[request_id].put_start(RequestStart(request_id, cached_tokens))
+        self.streams[request_id].put_start(RequestStart(request_id, cached_tokens, time.monotonic()))
 
     def emit(self, request_id: str, index: int, ids: list[int], finish: FinishReason | None = None) -> None:
         stream = self.streams.get(request_id)

@@ -256,6 +256,18 @@ async def test_the_engines_refusals(make_core, serving, details, reason, code, n
         assert core.aborted == []
 
 
+async def test_what_the_whole_pool_cannot_hold(make_core, serving, details):
+    core = make_core(num_pages=2, max_model_len=100)  # 32 tokens
+    core.reply = lambda request: [(0, [65], FinishReason.LENGTH)]
+    async with serving(core) as server:
+        assert await answered(server)
+        assert core.requests[-1].params.max_tokens == 29  # a silent request gets what the pool holds
+        core.refuse_with = RequestRejected(RejectReason.TOO_LARGE, "too large", "max_tokens")
+        error = details(await refused(server.stub.Generate(request(stopping=T(max_tokens=30)))))
+        assert (error.reason, error.fields) == ("KV_EXHAUSTED", ["stopping.max_tokens"])
+        assert error.metadata == {"prompt_tokens": "3", "max_tokens": "30", "kv_tokens": "32"}
+
+
 async def test_an_unknown_model_everywhere(make_core, serving, details):
     async with serving(make_core()) as server:
         assert details(await refused(server.stub.Generate(request(model="no")))).reason == "MODEL_NOT_FOUND"
