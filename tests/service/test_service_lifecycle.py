@@ -1,6 +1,7 @@
 """Health, reflection, keys, drain, a dying engine, addresses and pings of the real server."""
 
 import asyncio
+import json
 import re
 import socket
 import stat
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from asyncio.subprocess import PIPE
 from pathlib import Path
 
 import grpc
@@ -125,6 +127,32 @@ async def test_reflection_lists_and_describes(make_core, serving, version):
             assert names == sorted([own, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"])
             files = (await call.read()).file_descriptor_response.file_descriptor_proto
             assert any(b"fulcrum/v1/inference.proto" in file for file in files)
+
+
+@pytest.mark.parametrize("address", ["main", "admin"])
+async def test_grpcurl_works_through_reflection(make_core, serving, address):
+    core = make_core()
+    core.reply = lambda request: [(0, [*b"hi"], None), (0, [*b"!"], FinishReason.LENGTH)]
+    async with serving(core) as server:
+
+        async def grpcurl(*arguments):
+            command = [Path(sys.executable).with_name("grpcurl"), "-plaintext", *arguments]
+            process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+            out, errors = await process.communicate()
+            assert process.returncode == 0, errors
+            return out.decode()
+
+        if address == "admin":
+            path = server.addresses.admin_address.removeprefix("unix:")
+            assert '"steps": "41"' in await grpcurl("-unix", path, f"{ADMIN}/GetStats")
+            assert ADMIN in await grpcurl("-unix", path, "list")
+            return
+        assert INFERENCE in await grpcurl(server.addresses.address, "list")
+        assert "rpc Generate" in await grpcurl(server.addresses.address, "describe", INFERENCE)
+        body = json.dumps({"text": "hello", "stopping": {"maxTokens": 3}})
+        out = await grpcurl("-d", body, server.addresses.address, f"{INFERENCE}/Generate")
+        assert out.index('"accepted"') < out.index('"text": "hi!"') < out.index('"FINISH_REASON_LENGTH"')
+        assert '"completionTokens": 3' in out[out.index('"usage"') :]
 
 
 # -------------------- keys
