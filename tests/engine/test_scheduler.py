@@ -526,9 +526,12 @@ def test_a_reader_in_flight_of_a_failed_step_s_pages_is_restarted(harness):
 
 def test_what_was_copied_or_computed_from_spoilt_pages_is_spoilt(harness):
     """Bug 15: the leader's partial page was begun by the failed step, and copied by the one after it."""
-    engine = harness(depth=1, max_num_batched_tokens=10)
+    engine = harness(depth=1)
     engine.add("forks", prompt(11), n=2, max_tokens=6)
-    engine.turn(broken=True)  # tokens 0 to 9
+    engine.scheduler._budget = 8
+    engine.turn()  # tokens 0 to 7
+    engine.scheduler._budget = 2
+    engine.turn(broken=True)  # tokens 8 and 9
     engine.turn()  # token 10, and the fork; then the failure is known
     assert engine.finish == {("forks", 0): FinishReason.ERROR}
     engine.run().check_outputs()
@@ -547,9 +550,8 @@ def test_pages_that_follow_from_spoilt_ones_are_spoilt(harness):
     engine.turn()  # its tokens 4 and 5
     engine.scheduler._budget = 1
     while ("good", 0) not in engine.finish:
-        engine.turn()  # the good one fills page 1 meanwhile
-    engine.scheduler._budget = 2
-    engine.turn(broken=True)  # tokens 6 and 7: page 1 once more
+        engine.turn()  # the good one fills page 1 meanwhile, and in its last step the bad one has token 6
+    engine.turn(broken=True)  # token 7: page 1 once more
     engine.scheduler._budget = 32
     engine.add("reader", [*text, 1, 2], max_tokens=3)
     engine.turn()  # tokens 8 to 15, and the reader of them; then the failure is known
