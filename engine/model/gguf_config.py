@@ -67,8 +67,7 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], pa
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": field("context_length"),
-        # Stored as float32: 1e-5 comes back as 9.999999747e-06 and is meant as 1e-5.
-        "rms_norm_eps": float(f"{field('attention.layer_norm_rms_epsilon'):.7g}"),
+        "rms_norm_eps": _decimal(field("attention.layer_norm_rms_epsilon")),
         "rope_theta": float(field("rope.freq_base", 10000.0)),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
@@ -99,14 +98,19 @@ def generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     for key, name in sampling.items():
         if f"general.sampling.{key}" in metadata:
             value = metadata[f"general.sampling.{key}"]
-            config[name] = float(f"{value:.7g}") if isinstance(value, float) else value
+            config[name] = _decimal(value) if isinstance(value, float) else value
     return config
+
+
+def _decimal(value: float, digits: int = 7) -> float:
+    """The decimal that was meant: as float32, 1e-5 comes back as 9.999999747e-06."""
+    return float(f"{value:.{digits}g}")
 
 
 def _rope_scaling(metadata: Mapping[str, Any], arch: str, path: Path) -> dict[str, Any] | None:
     kind = metadata.get(f"{arch}.rope.scaling.type", "none")
     # Before scaling types there was one factor, for linear.
-    factor = metadata.get(f"{arch}.rope.scaling.factor", metadata.get(f"{arch}.rope.scale_linear", 1.0))
+    factor = _decimal(metadata.get(f"{arch}.rope.scaling.factor", metadata.get(f"{arch}.rope.scale_linear", 1.0)))
     if kind == "none" and factor != 1.0:
         kind = "linear"
     if kind == "none" or factor in (0.0, 1.0):
@@ -140,7 +144,7 @@ def llama3_scaling(factors: NDArray[np.float64], config: Mapping[str, Any], path
     frequencies = config["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
     if factors.shape != frequencies.shape:
         raise ModelError(f"{path}: tensor {ROPE_FACTORS} has {factors.size} entries, not {frequencies.size}")
-    factor, old = float(factors.max()), 8192
+    factor, old = _decimal(factors.max(), 5), 8192
     low, high = 1.0, 4.0  # Llama 3.1 and 3.2
 
     def divisors() -> NDArray[np.float64]:
@@ -153,7 +157,7 @@ def llama3_scaling(factors: NDArray[np.float64], config: Mapping[str, Any], path
         smooth = (1 / factors[between] - 1 / factor) / (1 - 1 / factor)
         slope, offset = np.polyfit(frequencies[between], smooth, 1)
         width = old / (2 * math.pi * slope)
-        low, high = float(f"{-offset * width:.5g}"), float(f"{(1 - offset) * width:.5g}")
+        low, high = _decimal(-offset * width, 5), _decimal((1 - offset) * width, 5)
     if not np.allclose(divisors(), factors, rtol=1e-4):
         raise ModelError(f"{path}: tensor {ROPE_FACTORS} holds other factors than Llama 3's rope scaling")
     return {

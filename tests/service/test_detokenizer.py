@@ -113,6 +113,7 @@ def test_pieces_come_no_later_than_those_of_decode_stream(smollm2: Tokenizer) ->
 
 
 def test_incomplete_character_waits_and_is_flushed(smollm2: Tokenizer) -> None:
+    """vllm #17448, #19449, #24159: no U+FFFD before the character is known to be broken."""
     ids = smollm2.encode("👋")
     assert len(ids) > 1
     assert pieces_of(smollm2, ids[:-1]) == [""] * (len(ids) - 1) + ["\ufffd"]
@@ -205,6 +206,7 @@ def test_held_back_is_the_longest_beginning_of_a_stop(pieces: list[str], stops: 
 
 
 def test_stop_string_never_leaks_and_held_text_is_flushed() -> None:
+    """vllm #3574, sglang #11462: no part of a stop string is sent; llama.cpp #15007: what is held is not lost."""
     assert run_stops(["Hello", " <", "|end", "|> x"], ["<|end|>"]) == (["Hello", " ", "", ""], "<|end|>")
     assert run_stops(["Hello", " <", "|end"], ["<|end|>"]) == (["Hello", " ", "", "<|end"], None)
     assert run_stops(["a <", "b"], ["<|end|>"]) == (["a ", "<b", ""], None)
@@ -253,6 +255,7 @@ def test_random_tokens_with_a_stop_of_their_text(smollm2: Tokenizer, data: st.Da
 
 
 def test_stop_across_token_borders(smollm2: Tokenizer) -> None:
+    """vllm #48853, #45636: across tokens, in held text, and left in the text on request."""
     ids = smollm2.encode("One two\n\nUser: three")
     assert stream_text(smollm2, ids, ["\nUser:"])[:2] == ("One two\n", "\nUser:")
     assert stream_text(smollm2, ids, ["o\n\nU"], include=True)[:2] == ("One two\n\nU", "o\n\nU")
@@ -265,6 +268,7 @@ def test_stop_that_only_the_end_completes(smollm2: Tokenizer) -> None:
 
 
 def test_no_stop_within_the_first_min_tokens(smollm2: Tokenizer) -> None:
+    """vllm #21987, #5849."""
     ids = smollm2.encode("stop a stop b stop c")
     tokens = [smollm2.decode([number]) for number in ids]
     assert tokens == ["stop", " a", " stop", " b", " stop", " c"]
