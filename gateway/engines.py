@@ -70,8 +70,8 @@ class Generation:
 class Link:
     """One connection to one engine, and whether the engine says over it that it is SERVING."""
 
-    def __init__(self, address: str, metadata: list[tuple[str, str]]) -> None:
-        """Opens the channel (it connects in the background)."""
+    def __init__(self, address: str, metadata: list[tuple[str, str]], turned: Callable[[], None]) -> None:
+        """Opens the channel (it connects in the background). `turned` is called when `serving` has changed."""
         self.address = address
         self.serving = False
         self.seen_serving = asyncio.Event()
@@ -79,6 +79,7 @@ class Link:
         self.inference = inference_pb2_grpc.InferenceServiceStub(self.channel)
         self._health = health_pb2_grpc.HealthStub(self.channel)
         self._metadata = metadata
+        self._turned = turned
 
     async def watch(self) -> None:
         """Follows the engine's health until cancelled. A lost connection counts as not serving."""
@@ -99,12 +100,29 @@ class Link:
             self.serving = serving
             if serving:
                 self.seen_serving.set()
-            logger.log(
-                logging.INFO if serving else logging.WARNING,
-                "engine %s is %s",
-                self.address,
-                "serving" if serving else "not serving",
-            )
+            self._turned()
+
+
+class Engine:
+    """One engine server and the connections to it."""
+
+    def __init__(self, address: str, channels: int, metadata: list[tuple[str, str]]) -> None:
+        """Opens the channels."""
+        self.links = [Link(address, metadata, self._turned) for _ in range(channels)]
+        self._address = address
+        self._was_serving = False
+
+    @property
+    def serving(self) -> list[Link]:
+        """The connections over which it says that it is SERVING."""
+        return [link for link in self.links if link.serving]
+
+    def _turned(self) -> None:
+        serving = bool(self.serving)
+        if serving != self._was_serving:
+            self._was_serving = serving
+            level, word = (logging.INFO, "serving") if serving else (logging.WARNING, "not serving")
+            logger.log(level, "engine %s is %s", self._address, word)
 
 
 class EnginePool:
@@ -115,15 +133,15 @@ class EnginePool:
         self._addresses = addresses
         self._channels = channels_per_engine
         self._metadata = [("authorization", f"Bearer {engine_key}")] if engine_key else []
-        self._links: list[list[Link]] = []
+        self._engines: list[Engine] = []
         self._watches: list[asyncio.Task[None]] = []
         self._turns = itertools.count()
 
     async def __aenter__(self) -> "EnginePool":
         """Opens the channels, starts to watch, and gives the engines a moment to answer."""
-        self._links = [[Link(address, self._metadata) for _ in range(self._channels)] for address in self._addresses]
-        self._watches = [asyncio.create_task(link.watch()) for links in self._links for link in links]
-        seen = asyncio.gather(*(link.seen_serving.wait() for links in self._links for link in links))
+        self._engines = [Engine(address, self._channels, self._metadata) for address in self._addresses]
+        self._watches = [asyncio.create_task(link.watch()) for link in self._links]
+        seen = asyncio.gather(*(link.seen_serving.wait() for link in self._links))
         await asyncio.wait([seen], timeout=START_SECONDS)
         seen.cancel()
         return self
@@ -135,12 +153,12 @@ class EnginePool:
         for watch in self._watches:
             watch.cancel()
         await asyncio.gather(*self._watches, return_exceptions=True)
-        await asyncio.gather(*(link.channel.close() for links in self._links for link in links))
+        await asyncio.gather(*(link.channel.close() for link in self._links))
 
     @property
     def serving(self) -> bool:
         """Whether any engine is SERVING."""
-        return any(link.serving for links in self._links for link in links)
+        return any(engine.serving for engine in self._engines)
 
     async def call(self, method: str, request: Any, context: CallContext) -> Any:
         """A unary call of InferenceService. Raises: AioRpcError; ApiError 503 when no engine is SERVING."""
@@ -189,15 +207,17 @@ class EnginePool:
     def _candidates(self) -> list[Link]:
         """One serving link of each engine, the engine whose turn it is first. Raises: ApiError 503 if there is none."""
         turn = next(self._turns)
-        start = turn % len(self._links)
-        chosen = []
-        for links in self._links[start:] + self._links[:start]:
-            serving = [link for link in links if link.serving]
-            if serving:
-                chosen.append(serving[(turn // len(self._links)) % len(serving)])
+        count = len(self._engines)
+        start = turn % count
+        in_turn = self._engines[start:] + self._engines[:start]
+        chosen = [links[turn // count % len(links)] for engine in in_turn if (links := engine.serving)]
         if not chosen:
             raise no_engine()
         return chosen
+
+    @property
+    def _links(self) -> list[Link]:
+        return [link for engine in self._engines for link in engine.links]
 
     def _metadata_of(self, context: CallContext) -> list[tuple[str, str]]:
         return [*self._metadata, ("x-request-id", context.request_id)]
