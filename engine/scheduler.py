@@ -23,13 +23,14 @@ Rules kept here:
 import random
 from bisect import bisect_left, insort
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.pool import IntegrityError
 from engine.limits import Limits
 from engine.messages import CoreStats
+from engine.plan import Plan
 from engine.request import FinishReason, RejectReason, Request, RequestRejected
 from engine.sequence import Sequence, SequenceUpdate, State
 from engine.step import PageUpdate, RowInit, RowWork, Sample, Step, StepResult
@@ -63,20 +64,6 @@ class SchedulerStats:
     requests_rejected: int = 0
     requests_finished: int = 0
     requests_aborted: int = 0
-
-
-@dataclass(slots=True)
-class Plan:
-    """The step in the making."""
-
-    step_id: int
-    budget: int  # tokens left
-    short: bool = False  # somebody lacked a page
-    inits: list[RowInit] = field(default_factory=list)
-    page_updates: list[PageUpdate] = field(default_factory=list)
-    works: list[RowWork] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -236,8 +223,7 @@ class Scheduler:
     def _close(self, plan: Plan) -> Step | None:
         if not plan.works:
             return None
-        inits, works, samples = tuple(plan.inits), tuple(plan.works), tuple(plan.samples)
-        step = Step(plan.step_id, inits, tuple(plan.page_updates), works, samples, tuple(plan.copies))
+        step = plan.step()
         self._in_flight[step.step_id] = step
         self._next_id += 1
         return step

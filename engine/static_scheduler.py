@@ -10,7 +10,8 @@ No pages are shared, and siblings compute their prompt each for itself.
 
 from typing import Any
 
-from engine.scheduler import Plan, Scheduler
+from engine.plan import Plan
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.step import PageUpdate, RowWork, Step
 

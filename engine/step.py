@@ -2,8 +2,8 @@
 
 The runner keeps one *row* for every running sequence: its token ids, its page table and its sampling state live there,
 on the device. A step names only what changes, so that its cost on the host grows with the changes and not with the
-batch, and so that a step can be launched before the tokens of the step before it are known: a decode row reads its input
-from the row, where the sampler has put it.
+batch, and so that a step can be launched before the tokens of the step before it are known: a decode row reads its
+input from the row, where the sampler has put it.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,8 @@ class PageUpdate:
 class RowWork(NamedTuple):
     """Tokens [start, start + length) of a row go through the model; their K and V go to the row's pages.
 
-    length is 1 in decode. Attention of token t sees the row's tokens 0..t.
+    length is 1 in decode. Attention of token t sees the row's tokens 0..t. A row may have several works in one step
+    (static batching has tokens computed again as padding; that writes the same K and V).
     """
 
     row: int

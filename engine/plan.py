@@ -1,0 +1,35 @@
+"""The step in the making. Plain data: no decisions."""
+
+from dataclasses import dataclass, field
+
+from engine.step import PageUpdate, RowInit, RowWork, Sample, Step
+
+
+@dataclass(slots=True)
+class Plan:
+    """A `Step` that is still being filled.
+
+    Attributes:
+        budget: tokens that may still be added.
+        short: whether a sequence lacked a page.
+    """
+
+    step_id: int
+    budget: int
+    short: bool = False
+    inits: list[RowInit] = field(default_factory=list)
+    page_updates: list[PageUpdate] = field(default_factory=list)
+    works: list[RowWork] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def step(self) -> Step:
+        """What has been planned."""
+        return Step(
+            step_id=self.step_id,
+            inits=tuple(self.inits),
+            page_updates=tuple(self.page_updates),
+            works=tuple(self.works),
+            samples=tuple(self.samples),
+            copies=tuple(self.copies),
+        )
