@@ -422,8 +422,10 @@ def test_the_victim_is_of_the_lowest_priority_and_the_youngest(harness):
     assert engine.cached == {"a": 0, "low": 0, "b": 0, "c": 0}
 
 
-def test_a_preempted_sequence_finds_its_pages_in_the_tree(harness):
-    engine = harness(num_pages=12)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_preempted_sequence_finds_its_pages_in_the_tree(harness, depth):
+    """Under overlap, too, one victim is enough: its pages are waited for, they come back with the step in flight."""
+    engine = harness(num_pages=12, depth=depth)
     engine.add("a", prompt(16, 1), max_tokens=12, ignore_eos=True)
     engine.add("b", prompt(16, 2), max_tokens=12, ignore_eos=True)
     engine.run().check_outputs()
