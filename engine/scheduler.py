@@ -175,7 +175,7 @@ class Scheduler:
         Returns: whether it was live.
         """
         sequences = list(self._live.get(request_id, {}).values())
-        for sequence in reversed(sequences):  # followers before their leader
+        for sequence in reversed(sequences):  # followers before their leader: none is to take its place
             self._end(sequence, aborted=True)
         return bool(sequences)
 
@@ -229,10 +229,11 @@ class Scheduler:
         return step
 
     def _decode(self, plan: Plan, decoding: tuple[Sequence, ...]) -> None:
-        works, samples, page_size = plan.works, plan.samples, self._cache.page_size
+        works, samples, page_size, step_id = plan.works, plan.samples, self._cache.page_size, plan.step_id
+        limit = len(works) + plan.budget
         for sequence in decoding:
-            if not plan.budget:
-                return
+            if len(works) >= limit:
+                break
             # It may just have been preempted, or its last token may be in flight.
             if sequence.state is not State.RUNNING or sequence.num_tokens >= sequence.max_length:
                 continue
@@ -241,10 +242,10 @@ class Scheduler:
                 continue
             samples.append(Sample(len(works), sequence.row))
             works.append(RowWork(sequence.row, position, 1))
-            plan.budget -= 1
             sequence.num_computed = position + 1
             sequence.num_tokens += 1
-            sequence.last_step = plan.step_id
+            sequence.last_step = step_id
+        plan.budget = limit - len(works)
 
     def _prefill(self, plan: Plan) -> None:
         for sequence in tuple(self._prefilling):

@@ -151,7 +151,7 @@ def crowd(harness, seed, **fixed):
 def test_texts_are_those_of_lone_runs_at_every_depth(harness, static):
     """Bugs 5, 6, 10, 21, 24: any batching, chunking, preemption, eviction and overlap gives the same texts."""
     preemptions = 0
-    for seed in range(12):
+    for seed in range(5 if static else 12):
         engines = [crowd(harness, seed, depth=depth, static=static) for depth in (0, 1, 2)]
         assert engines[0].tokens == engines[1].tokens == engines[2].tokens
         assert engines[0].finish == engines[1].finish == engines[2].finish
