@@ -49,7 +49,7 @@ def pieces_of(tokenizer: Tokenizer, ids: Sequence[int], **options: Any) -> list[
 # ----------------------------------------------------------------------------------------------------- whole characters
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(text=st.text(max_size=60))
 @example(text="👨‍👩‍👧‍👦 é\ufffd\ufffd 你好")
 def test_random_unicode(smollm2: Tokenizer, qwen: Tokenizer, spm: Tokenizer, text: str) -> None:
@@ -67,21 +67,21 @@ def test_random_unicode(smollm2: Tokenizer, qwen: Tokenizer, spm: Tokenizer, tex
                 assert whole.startswith("".join(pieces[:at]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(ids=st.lists(st.one_of(st.integers(0, 49151), st.integers(17, 300)), max_size=50), skip=st.booleans())
 def test_random_tokens_equal_the_library(smollm2: Tokenizer, ids: list[int], skip: bool) -> None:
     whole = smollm2.backend.decode(ids, skip_special_tokens=skip)
     assert "".join(pieces_of(smollm2, ids, skip_special_tokens=skip)) == whole
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(ids=st.lists(st.one_of(st.integers(0, 152_000), st.integers(0, 260)), max_size=50), skip=st.booleans())
 def test_random_tokens_of_qwen_equal_the_library(qwen: Tokenizer, ids: list[int], skip: bool) -> None:
     whole = qwen.backend.decode(ids, skip_special_tokens=skip)
     assert "".join(pieces_of(qwen, ids, skip_special_tokens=skip)) == whole
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(ids=st.lists(st.integers(0, 265), max_size=30), skip=st.booleans())
 def test_random_tokens_with_byte_fallback(spm: Tokenizer, ids: list[int], skip: bool) -> None:
     joined = "".join(pieces_of(spm, ids, skip_special_tokens=skip))
@@ -170,7 +170,7 @@ def whole_text_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     pieces=st.lists(st.text(alphabet="abc", max_size=4), max_size=12),
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=4),
@@ -189,7 +189,7 @@ def test_stops_cut_as_the_whole_text_says(pieces: list[str], stops: list[str], i
         assert "".join(sent) == text.split(stops[0])[0]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     pieces=st.lists(st.text(alphabet="ab", max_size=3), max_size=10),
     stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=3),
@@ -239,7 +239,7 @@ def stream_text(
     return sent + text, stop, len(ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), ids=st.lists(st.integers(17, 2000), min_size=1, max_size=40))
 def test_random_tokens_with_a_stop_of_their_text(smollm2: Tokenizer, data: st.DataObject, ids: list[int]) -> None:
     text = smollm2.decode(ids)

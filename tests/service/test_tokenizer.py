@@ -233,7 +233,7 @@ def tiny_spm() -> Tokenizer:
     return Tokenizer.from_gguf(metadata, Path("tiny.gguf"))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(text=st.text(alphabet="abc ", min_size=1, max_size=24))
 def test_spm_follows_sentencepiece(tiny_spm: Tokenizer, text: str) -> None:
     scores = {piece: -float(place) for place, piece in enumerate(SPM_PIECES)}
@@ -466,7 +466,7 @@ def test_threads_share_a_tokenizer(smollm2: Tokenizer) -> None:
         assert list(pool.map(smollm2.decode, results)) == texts
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ids=st.lists(st.integers(0, 49151), max_size=40), skip=st.booleans())
 def test_any_ids_decode_as_the_library_decodes_them(smollm2: Tokenizer, ids: list[int], skip: bool) -> None:
     assert smollm2.decode(ids, skip_special_tokens=skip) == smollm2.backend.decode(ids, skip_special_tokens=skip)
