@@ -143,10 +143,10 @@ class RadixTree:
 
         Sequences that have such pages keep them (and their locks); nobody will find them any more.
         """
-        while node.parent is not None and (node.detached or node.start > first):
+        while node.parent is not None and node.start > first:
             node = node.parent
         if node.parent is None or first >= node.start + len(node.pages):
-            return
+            return  # it is not there, or not any more (a detached node has no pages)
         if first > node.start:
             self._split(node, first - node.start)
         self._detach(node)
