@@ -27,10 +27,15 @@ _CUDA_BUDGET = 0.9  # of the device's memory
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step that the device is working on: what it will have sampled, in the order of step.samples."""
+    """A step that the device is working on.
 
-    tokens: Tensor
-    failed: Tensor
+    Args:
+        sampled: (2, N) int64 on the host: a token for each of step.samples, and whether its logits were not finite.
+        done: recorded when `sampled` holds them; None where it does already.
+    """
+
+    sampled: Tensor
+    done: torch.cuda.Event | None
 
 
 class ModelRunner:
@@ -106,16 +111,23 @@ class ModelRunner:
             pages = torch.tensor(update.pages, dtype=torch.int32)
             self._page_table[update.row, update.first : update.first + len(update.pages)] = pages.to(self.device)
         hidden = self._forward(step.works) if step.works else None
-        launched = self._sample(hidden, step.works, step.samples)
+        sampled = self._sample(hidden, step.works, step.samples)
         if step.copies:
             sources, destinations = torch.tensor(step.copies, device=self.device).T
             self._kv_cache.index_copy_(1, destinations, self._kv_cache.index_select(1, sources))
-        return launched
+        if self.device.type == "cpu":
+            return Launched(sampled, None)
+        # Its own event, so that collecting this step does not wait for steps launched after it.
+        on_host, done = sampled.to("cpu", non_blocking=True), torch.cuda.Event()
+        done.record()
+        return Launched(on_host, done)
 
     def collect(self, launched: Launched) -> StepResult:
         """Waits for a launched step and returns what it sampled."""
-        failed = launched.failed.nonzero().flatten()
-        return StepResult(tuple(launched.tokens.tolist()), tuple(failed.tolist()))
+        if launched.done is not None:
+            launched.done.synchronize()
+        tokens, failed = launched.sampled.tolist()
+        return StepResult(tuple(tokens), tuple(index for index, bad in enumerate(failed) if bad))
 
     def warm_up(self) -> None:
         """Runs a prefill and a decode step, so that the first request does not pay for what is made lazily.
@@ -156,9 +168,10 @@ class ModelRunner:
         )
         return self._decoder.forward(tokens, positions, self._kv_cache, plan)
 
-    def _sample(self, hidden: Tensor | None, works: tuple[RowWork, ...], samples: tuple[Sample, ...]) -> Launched:
+    def _sample(self, hidden: Tensor | None, works: tuple[RowWork, ...], samples: tuple[Sample, ...]) -> Tensor:
+        """Draws and appends the samples' tokens; returns (2, N) int64: tokens, and which of them failed."""
         if hidden is None or not samples:
-            return Launched(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool))
+            return torch.empty(2, 0, dtype=torch.int64, device=self.device)
         last = np.cumsum([work.length for work in works]) - 1
         # Siblings share the logits of one work: computed once, repeated for each.
         used = sorted({sample.work for sample in samples})
@@ -172,7 +185,7 @@ class ModelRunner:
         self._token_ids.index_put_(at, tokens.int())
         for row in rows:
             self._num_tokens[row] += 1
-        return Launched(tokens, failed)
+        return torch.stack((tokens, failed.long()))
 
     def _affordable_pages(self, config: EngineConfig) -> int:
         budget = config.memory_budget

@@ -1,0 +1,147 @@
+"""What the tests of the model path share: tiny random models made by transformers, and a driver of hand-built steps."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.config import EngineConfig
+from engine.request import SamplingParams
+from engine.runner import ModelRunner
+from engine.step import PageUpdate, RowInit, RowWork, Sample, Step
+
+GREEDY = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
+VOCAB = 160
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 3,
+    "pad_token_id": None,
+}
+
+Model = tuple[Path, Any]
+
+
+def make_model(folder: Path, family: str, *, shard: str = "1GB", dtype: torch.dtype = torch.float32, **config: Any) -> Model:
+    """Saves a random model and returns (folder, the transformers model). Weights are large enough for every part to matter."""
+    settings = transformers.AutoConfig.for_model(family, **{**SHAPE, **config})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.uniform_(0.5, 1.5)
+            else:
+                weight.normal_(0, 0.2)
+    model = model.to(dtype)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return folder, model
+
+
+def make_runner(folder: Path, **config: Any) -> ModelRunner:
+    settings = {"dtype": "float32", "device": "cpu", "threads": 1, "memory_budget": 4 << 20, "max_num_seqs": 16, **config}
+    return ModelRunner(EngineConfig(model=folder, **settings), progress=False)
+
+
+def row_init(row: int, tokens: Sequence[int]) -> RowInit:
+    return RowInit(row, tuple(tokens), len(tokens), GREEDY, 0, ())
+
+
+class Driver:
+    """Runs sequences through a runner as a scheduler would: `chunk` prompt tokens a step, one more sequence every
+    `stagger` steps, scattered pages, rows in no order. So prefill and decode mix, and lengths differ."""
+
+    def __init__(self, runner: ModelRunner, page_size: int = 16) -> None:
+        self.runner = runner
+        self.page_size = page_size
+        self.free = list(range(runner.num_pages))
+        random.Random(0).shuffle(self.free)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], count: int, *, chunk: int = 10_000, stagger: int = 0
+    ) -> list[list[int]]:
+        rows = list(range(len(prompts)))
+        random.Random(1).shuffle(rows)
+        lengths = [len(prompt) for prompt in prompts]
+        computed, pages = [0] * len(prompts), [0] * len(prompts)
+        outputs: list[list[int]] = [[] for _ in prompts]
+        step_id = 0
+        while any(len(output) < count for output in outputs):
+            inits, updates, works, samples, sampled = [], [], [], [], []
+            for i, prompt in enumerate(prompts):
+                if step_id < i * stagger or len(outputs[i]) == count:
+                    continue
+                if computed[i] == 0:
+                    inits.append(row_init(rows[i], prompt))
+                length = min(chunk, lengths[i] - computed[i])
+                needed = -(-(computed[i] + length) // self.page_size)
+                if needed > pages[i]:
+                    new = tuple(self.free.pop() for _ in range(needed - pages[i]))
+                    updates.append(PageUpdate(rows[i], pages[i], new))
+                    pages[i] = needed
+                works.append(RowWork(rows[i], computed[i], length))
+                computed[i] += length
+                if computed[i] == lengths[i]:
+                    samples.append(Sample(len(works) - 1, rows[i]))
+                    sampled.append(i)
+                    lengths[i] += 1
+            step = Step(step_id, tuple(inits), tuple(updates), tuple(works), tuple(samples))
+            result = self.runner.collect(self.runner.launch(step))
+            assert result.failed == ()
+            for i, token in zip(sampled, result.tokens, strict=True):
+                outputs[i].append(token)
+            step_id += 1
+        return outputs
+
+
+def oracle(model: Any, prompt: Sequence[int], output: Sequence[int]) -> list[int]:
+    """What transformers chooses greedily at each of the output's places, given all before it.
+
+    By induction the output is transformers' own greedy continuation if and only if the two are equal.
+    """
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *output]]), use_cache=False).logits[0]
+    return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.fixture
+def model_at(tmp_path: Path) -> Callable[..., Model]:
+    """Makes a tiny random model of a family: model_at("llama", tie_word_embeddings=True) -> (folder, oracle's model)."""
+    return lambda family, **config: make_model(tmp_path / "model", family, **config)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """One tiny Llama for the tests that are not about families."""
+    return make_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Prompts around page borders, and of very different lengths."""
+    draw = random.Random(2)
+    return [[draw.randrange(VOCAB) for _ in range(length)] for length in (1, 15, 16, 17, 31, 32, 33, 150)]
+
+
+@pytest.fixture(scope="session")
+def tools() -> Any:
+    """The helpers of this file, for tests that need them by name."""
+
+    class Tools:
+        Driver = Driver
+        make_model = staticmethod(make_model)
+        make_runner = staticmethod(make_runner)
+        oracle = staticmethod(oracle)
+        row_init = staticmethod(row_init)
+
+    return Tools
