@@ -183,6 +183,7 @@ def _grouped(tiles: Ints, group: int, page_size: int) -> list[Ints]:
     groups = []
     for which in range(classes.max(initial=-1) + 1):
         members = np.flatnonzero(classes == which)
+        members = members[np.argsort(num_pages[members], kind="stable")]
         keys = int(num_pages[members].max()) * page_size
         pairs = keys * int(lengths[members].max()) * group
         most = max(1, min(_MAX_GATHERED // keys, _MAX_PAIRS // pairs))

@@ -32,8 +32,10 @@ SHAPE = {
 Model = tuple[Path, Any]
 
 
-def make_model(folder: Path, family: str, *, shard: str = "1GB", dtype: torch.dtype = torch.float32, **config: Any) -> Model:
-    """Saves a random model and returns (folder, the transformers model). Weights are large enough for every part to matter."""
+def make_model(
+    folder: Path, family: str, *, shard: str = "1GB", dtype: torch.dtype = torch.float32, **config: Any
+) -> Model:
+    """Saves a random model; returns (folder, oracle). Weights are large enough for every part to matter."""
     settings = transformers.AutoConfig.for_model(family, **{**SHAPE, **config})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager").eval()
@@ -49,7 +51,14 @@ def make_model(folder: Path, family: str, *, shard: str = "1GB", dtype: torch.dt
 
 
 def make_runner(folder: Path, **config: Any) -> ModelRunner:
-    settings = {"dtype": "float32", "device": "cpu", "threads": 1, "memory_budget": 4 << 20, "max_num_seqs": 16, **config}
+    settings = {
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+        "memory_budget": 4 << 20,
+        "max_num_seqs": 16,
+        **config,
+    }
     return ModelRunner(EngineConfig(model=folder, **settings), progress=False)
 
 
@@ -104,6 +113,12 @@ class Driver:
         return outputs
 
 
+def poison(runner: ModelRunner, *where: Any) -> None:
+    """Fills the pool, or a part of it, with NaN."""
+    with torch.inference_mode():
+        runner._kv_cache[where] = torch.nan
+
+
 def oracle(model: Any, prompt: Sequence[int], output: Sequence[int]) -> list[int]:
     """What transformers chooses greedily at each of the output's places, given all before it.
 
@@ -116,7 +131,7 @@ def oracle(model: Any, prompt: Sequence[int], output: Sequence[int]) -> list[int
 
 @pytest.fixture
 def model_at(tmp_path: Path) -> Callable[..., Model]:
-    """Makes a tiny random model of a family: model_at("llama", tie_word_embeddings=True) -> (folder, oracle's model)."""
+    """Makes a tiny random model of a family: model_at("llama", tie_word_embeddings=True) -> (folder, oracle)."""
     return lambda family, **config: make_model(tmp_path / "model", family, **config)
 
 
@@ -142,6 +157,7 @@ def tools() -> Any:
         make_model = staticmethod(make_model)
         make_runner = staticmethod(make_runner)
         oracle = staticmethod(oracle)
+        poison = staticmethod(poison)
         row_init = staticmethod(row_init)
 
     return Tools
