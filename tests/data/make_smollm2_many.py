@@ -48,7 +48,9 @@ def main(gguf: Path) -> None:
     rows = []
     for number, content in enumerate(task.format(topic) for topic in TOPICS for task in TASKS):
         messages = [{"role": "user", "content": content}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
         out = model.generate(
             **prompt,
             do_sample=False,
