@@ -1,0 +1,1 @@
+"""Measuring: the same numbers, for us and for others."""
