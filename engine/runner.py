@@ -118,7 +118,7 @@ class ModelRunner:
         if self.device.type == "cpu":
             return Launched(sampled, None)
         # Its own event, so that collecting this step does not wait for steps launched after it.
-        on_host, done = sampled.to("cpu", non_blocking=True), torch.cuda.Event()
+        on_host, done = sampled.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         return Launched(on_host, done)
 

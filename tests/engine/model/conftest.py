@@ -112,6 +112,17 @@ class Driver:
             step_id += 1
         return outputs
 
+    def generate_ahead(self, prompt: Sequence[int], count: int) -> list[int]:
+        """One sequence, every step of which is launched before any is collected."""
+        row, slots = 3, -(-(len(prompt) + count) // self.page_size)
+        pages = tuple(self.free.pop() for _ in range(slots))
+        first = RowWork(row, 0, len(prompt))
+        steps = [Step(0, (row_init(row, prompt),), (PageUpdate(row, 0, pages),), (first,), (Sample(0, row),))]
+        ends = range(len(prompt), len(prompt) + count - 1)
+        steps += [Step(at, (), (), (RowWork(row, at, 1),), (Sample(0, row),)) for at in ends]
+        launched = [self.runner.launch(step) for step in steps]
+        return [self.runner.collect(one).tokens[0] for one in launched]
+
 
 def poison(runner: ModelRunner, *where: Any) -> None:
     """Fills the pool, or a part of it, with NaN."""

@@ -110,15 +110,8 @@ def test_fork_by_sibling_sample_and_page_copy(llama, tools):
 def test_launch_before_collect(llama, tools):
     """Every decode step is launched before the tokens of the steps before it are read back."""
     folder, model = llama
-    runner = tools.make_runner(folder)
-    prompt = [5, 6, 7]
-    steps = [
-        Step(0, (tools.row_init(3, prompt),), (PageUpdate(3, 0, (1,)),), (RowWork(3, 0, 3),), (Sample(0, 3),)),
-        *(Step(i, (), (), (RowWork(3, 2 + i, 1),), (Sample(0, 3),)) for i in range(1, 12)),
-    ]
-    launched = [runner.launch(step) for step in steps]
-    output = [runner.collect(one).tokens[0] for one in launched]
-    assert output == tools.oracle(model, prompt, output)
+    output = tools.Driver(tools.make_runner(folder)).generate_ahead([5, 6, 7], 30)
+    assert output == tools.oracle(model, [5, 6, 7], output)
 
 
 def test_work_without_sample_and_empty_step(llama, tools):
