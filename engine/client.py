@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -88,7 +89,8 @@ class RequestStream:
         """Called by the client: tokens have come."""
         if not self.accepted.done():
             return  # of an earlier request with the same id
-        if output.finish is FinishReason.ABORT:
+        if output.finish is FinishReason.ABORT and self._open_indexes:
+            output.index = min(self._open_indexes)  # one that the reader still waits for
             self._open_indexes.clear()
         elif output.index not in self._open_indexes:
             return
@@ -136,6 +138,8 @@ class CoreClient:
         self._writer = writer
         self._encode = msgspec.msgpack.Encoder().encode
         self._streams: dict[str, RequestStream] = {}
+        # By id: answers still to come to submits whose caller has gone. The id may be in use again by then.
+        self._unclaimed: Counter[str] = Counter()
         self._calls: dict[int, asyncio.Future[StatsReply | CountReply | AbortReply]] = {}
         self._call_ids = itertools.count(1)
         self._closed = asyncio.Event()
@@ -168,25 +172,32 @@ class CoreClient:
         try:
             await stream.accepted
         except asyncio.CancelledError:
-            self.abort_soon(request.request_id)
+            if stream.accepted.cancelled():
+                self._unclaimed[request.request_id] += 1
+            self.abort_soon(stream)
             raise
         return stream
 
-    def end_sequence(self, request_id: str, index: int) -> None:
-        """This index is complete (a stop string was found): the core stops computing it, nothing more comes of it."""
-        stream = self._streams.get(request_id)
-        if stream is None:
-            return
-        stream.end_index(index)
-        if stream.ended:
-            del self._streams[request_id]
-        if not self._closed.is_set():
-            self._send(EndSequences([(request_id, index)]))
+    def end_sequence(self, stream: RequestStream, index: int) -> None:
+        """This index is complete (a stop string was found): the core stops computing it, nothing more comes of it.
 
-    def abort_soon(self, request_id: str) -> None:
+        Does nothing when the request has ended already: its id may be another's by then.
+        """
+        stream.end_index(index)
+        if not self._is_live(stream):
+            return
+        if stream.ended:
+            del self._streams[stream.request_id]
+        self._send(EndSequences([(stream.request_id, index)]))
+
+    def abort_soon(self, stream: RequestStream) -> None:
         """Ends our own request, without an answer. Does nothing when it has ended already."""
-        if self._streams.pop(request_id, None) is not None and not self._closed.is_set():
-            self._send(Abort([request_id]))
+        if self._is_live(stream):
+            del self._streams[stream.request_id]
+            self._send(Abort([stream.request_id]))
+
+    def _is_live(self, stream: RequestStream) -> bool:
+        return self._streams.get(stream.request_id) is stream
 
     async def abort(self, request_ids: list[str]) -> list[str]:
         """Ends live requests, whoever's they are; their streams end with FinishReason.ABORT.
@@ -275,11 +286,11 @@ class CoreClient:
         streams = self._streams
         # The last outputs of an old request of the same id came before its acceptance, in frames of their own.
         for accepted in outputs.accepted:
-            stream = streams.get(accepted.request_id)
+            stream = None if self._is_unclaimed(accepted.request_id) else streams.get(accepted.request_id)
             if stream is not None and not stream.accepted.done():
                 stream.accepted.set_result(None)
         for rejected in outputs.rejected:
-            stream = streams.pop(rejected.request_id, None)
+            stream = None if self._is_unclaimed(rejected.request_id) else streams.pop(rejected.request_id, None)
             if stream is not None and not stream.accepted.done():
                 stream.accepted.set_exception(RequestRejected(rejected.reason, rejected.message, rejected.field))
         for start in outputs.started:
@@ -292,6 +303,15 @@ class CoreClient:
                 stream.put(output)
                 if stream.ended:
                     del streams[output.request_id]
+
+    def _is_unclaimed(self, request_id: str) -> bool:
+        """Whether the core's next answer about this id is to an older submit, whose caller has gone."""
+        if request_id not in self._unclaimed:
+            return False
+        self._unclaimed[request_id] -= 1
+        if not self._unclaimed[request_id]:
+            del self._unclaimed[request_id]
+        return True
 
     def _fail_all(self, error: CoreDied) -> None:
         self._closed.set()

@@ -78,7 +78,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             # Before anything is forgotten. Once the core has ended the request, its id may be another's.
             if not stream.ended:
-                core.abort_soon(asked.request_id)
+                core.abort_soon(stream)
                 logger.info("request %s ended early", asked.request_id)
 
     async def _prompt(self, request: pb.GenerateRequest) -> tuple[str, list[int]]:
@@ -115,7 +115,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 if choice.finish is not None:
                     running -= 1
                     if output.finish is None:  # a stop string
-                        core.end_sequence(job.request_id, choice.index)
+                        core.end_sequence(stream, choice.index)
                 for message in messages:
                     await write(message)
             if not running:

@@ -219,7 +219,7 @@ async def test_an_id_may_be_used_again_right_after_an_abort(served: Served) -> N
         for attempt in range(20):
             old = await client.submit(request("a", (50, attempt), max_tokens=LONG))
             assert isinstance(await anext(old), RequestStart)
-            client.abort_soon("a")
+            client.abort_soon(old)
             new = await client.submit(request("a", (7, attempt), max_tokens=5))
             assert (await read(new))[:2] == (continuation((7, attempt), 5), FinishReason.LENGTH)
 
@@ -233,11 +233,10 @@ async def test_a_request_that_waits_to_be_accepted_can_be_cancelled(served: Serv
         submitting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await submitting
-        client.abort_soon("blocker")
+        client.abort_soon(blocker)
         served.runner.gate.set()
         stats = await client.stats()
         assert (stats.live_requests, stats.used_pages) == (0, 0)
-        del blocker
 
 
 async def test_a_lost_client_has_its_requests_aborted_and_the_others_go_on(served: Served) -> None:
@@ -264,16 +263,55 @@ async def test_a_slow_reader_gets_everything_merged(served: Served) -> None:
 
 async def test_end_sequence_ends_one_index_only(served: Served) -> None:
     async with connected(served) as client:
-        stream = await client.submit(request("a", max_tokens=50, n=3))
-        client.end_sequence("a", 1)
+        stream = await client.submit(request("a", max_tokens=LONG, n=3))
+        client.end_sequence(stream, 1)
         tokens: dict[int, list[int]] = {}
         async for event in stream:
             if isinstance(event, list):
                 for output in event:
                     tokens.setdefault(output.index, []).extend(output.token_ids)
-        expected = continuation((1, 2, 3), 50)
+        expected = continuation((1, 2, 3), LONG)
         assert tokens == {0: expected, 2: expected}
         assert (await client.stats()).used_pages == 0
+
+
+async def test_an_abort_reaches_the_reader_on_an_index_that_still_runs(served: Served) -> None:
+    async with connected(served) as client:
+        stream = await client.submit(request("a", max_tokens=LONG, n=3))
+        client.end_sequence(stream, 0)
+        assert await client.abort(["a"]) == ["a"]
+        ends = {output.index: output.finish async for event in stream if isinstance(event, list) for output in event}
+        assert ends.pop(1) is FinishReason.ABORT
+        assert set(ends.values()) <= {None}
+
+
+async def test_what_is_said_of_an_ended_stream_does_not_touch_the_next_of_its_id(served: Served) -> None:
+    async with connected(served) as client:
+        old = await client.submit(request("a", max_tokens=2))
+        await read(old)
+        new = await client.submit(request("a", max_tokens=300))
+        client.end_sequence(old, 0)
+        client.abort_soon(old)
+        assert (await read(new))[:2] == (continuation((1, 2, 3), 300), FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("first_prompt", [(1, 2), (VOCAB,)], ids=["accepted", "rejected"])
+async def test_an_id_may_be_used_again_while_the_answer_to_a_cancelled_submit_is_under_way(
+    served: Served, first_prompt: tuple[int, ...]
+) -> None:
+    async with connected(served) as client:
+        served.runner.gate.clear()
+        await client.submit(request("blocker", max_tokens=2))
+        submitting = asyncio.create_task(client.submit(request("a", first_prompt, max_tokens=LONG)))
+        await asyncio.sleep(0)
+        submitting.cancel()
+        await asyncio.gather(submitting, return_exceptions=True)
+        submitting = asyncio.create_task(client.submit(request("a", (7,), max_tokens=5)))
+        await asyncio.sleep(0)
+        served.runner.gate.set()
+        assert (await read(await submitting))[:2] == (continuation((7,), 5), FinishReason.LENGTH)
+        stats = await client.stats()
+        assert (stats.live_requests, stats.used_pages) == (0, 0)
 
 
 async def test_a_step_that_raises_ends_its_own_requests_only(served: Served) -> None:
@@ -324,7 +362,7 @@ async def test_everybody_is_told_when_the_core_goes(served: Served) -> None:
         await client.submit(request("b"))
     with pytest.raises(CoreDied):
         await client.stats()
-    client.abort_soon("a")
+    client.abort_soon(stream)
     await client.close()
 
 

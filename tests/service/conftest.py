@@ -99,17 +99,16 @@ class FakeCore:
                 self.emit(request.request_id, index, ids, finish)
         return stream
 
-    def end_sequence(self, request_id: str, index: int) -> None:
-        self.ended.append((request_id, index))
-        stream = self.streams.get(request_id)
-        if stream is not None:
-            stream.end_index(index)
-            if stream.ended:
-                del self.streams[request_id]
+    def end_sequence(self, stream: RequestStream, index: int) -> None:
+        self.ended.append((stream.request_id, index))
+        stream.end_index(index)
+        if stream.ended and self.streams.get(stream.request_id) is stream:
+            del self.streams[stream.request_id]
 
-    def abort_soon(self, request_id: str) -> None:
-        if self.streams.pop(request_id, None) is not None:
-            self.aborted.append(request_id)
+    def abort_soon(self, stream: RequestStream) -> None:
+        if self.streams.get(stream.request_id) is stream:
+            del self.streams[stream.request_id]
+            self.aborted.append(stream.request_id)
 
     async def abort(self, request_ids: list[str]) -> list[str]:
         self._check()
