@@ -128,7 +128,7 @@ async def read(stream: RequestStream) -> tuple[list[int], FinishReason | None, i
 
 async def until(condition: Callable[[], bool]) -> None:
     """Waits for something that another thread brings about."""
-    while not condition():  # noqa: ASYNC110
+    while not condition():
         await asyncio.sleep(0.001)
 
 

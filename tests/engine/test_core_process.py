@@ -1,0 +1,151 @@
+"""The core as a process of its own, with a tiny random model: how it starts, serves and ends (bug 37)."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.client import CoreClient, CoreDied
+from engine.config import EngineConfig
+from engine.model.errors import ModelError
+from engine.process import CoreProcess, config_from_json, config_to_json
+from engine.request import FinishReason, Request, SamplingParams
+
+END_SECONDS = 20
+
+# Starts a core, says its process id, and is then killed: nothing of its own clean-up runs.
+PARENT = """
+import asyncio, sys
+from engine.process import CoreProcess, config_from_json
+import json
+
+async def main():
+    async with CoreProcess.start(config_from_json(json.loads(sys.argv[1])), progress=False) as core:
+        print(core.pid, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    folder = tmp_path_factory.mktemp("tiny")
+    shape = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 100,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(shape))
+    return EngineConfig(
+        model=folder, load_format="dummy", device="cpu", dtype="float32", threads=1, memory_budget=16 << 20
+    )
+
+
+def request(name: str, **params: object) -> Request:
+    return Request(name, (5, 6, 7), SamplingParams(temperature=0.0, ignore_eos=True, **params))
+
+
+async def gone(pid: int) -> None:
+    """Returns when the process has ended."""
+    async with asyncio.timeout(END_SECONDS):
+        while Path(f"/proc/{pid}").exists():
+            await asyncio.sleep(0.02)
+
+
+def test_settings_survive_the_pipe(config: EngineConfig) -> None:
+    changed = EngineConfig(model=Path("/x"), memory_budget=0.5, logits_processors=("a:B", "c:D"), scheduler="static")
+    for each in (config, changed):
+        assert config_from_json(json.loads(json.dumps(config_to_json(each)))) == each
+
+
+async def test_it_serves_and_ends_when_it_is_told(config: EngineConfig) -> None:
+    async with CoreProcess.start(config, progress=False) as core:
+        client = await CoreClient.connect(core.socket)
+        assert client.info.architecture == "LlamaForCausalLM"
+        assert client.info.max_model_len == 2048
+        stream = await client.submit(request("a", max_tokens=12))
+        outputs = [output async for event in stream if isinstance(event, list) for output in event]
+        assert sum(len(output.token_ids) for output in outputs) == 12
+        assert outputs[-1].finish is FinishReason.LENGTH
+        assert core.socket.stat().st_mode & 0o777 == 0o600
+        await client.close()
+        pid, folder = core.pid, core.socket.parent
+    assert await core.wait() == 0
+    assert not Path(f"/proc/{pid}").exists()
+    assert not folder.exists()
+
+
+async def test_it_ends_in_the_middle_of_its_work(config: EngineConfig) -> None:
+    async with CoreProcess.start(config, progress=False) as core:
+        client = await CoreClient.connect(core.socket)
+        stream = await client.submit(request("a", max_tokens=2000))
+        await anext(stream)
+        await core.stop()
+        assert await core.wait() == 0
+        with pytest.raises(CoreDied):
+            [event async for event in stream]
+        await client.close()
+
+
+async def test_a_killed_core_is_noticed_at_once(config: EngineConfig) -> None:
+    async with CoreProcess.start(config, progress=False) as core:
+        client = await CoreClient.connect(core.socket)
+        stream = await client.submit(request("a", max_tokens=2000))
+        await anext(stream)
+        os.kill(core.pid, signal.SIGKILL)
+        async with asyncio.timeout(1):
+            await client.closed()
+        with pytest.raises(CoreDied):
+            [event async for event in stream]
+        assert await core.wait() == -signal.SIGKILL
+        await client.close()
+
+
+async def test_it_ends_when_its_parent_is_killed(config: EngineConfig) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, json.dumps(config_to_json(config))], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    pid = int(await asyncio.to_thread(parent.stdout.readline))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    await gone(pid)
+
+
+async def test_ctrl_c_is_left_to_the_parent(config: EngineConfig) -> None:
+    async with CoreProcess.start(config, progress=False) as core:
+        client = await CoreClient.connect(core.socket)
+        os.kill(core.pid, signal.SIGINT)
+        assert (await client.stats()).live_requests == 0
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"model": Path("/nowhere/at/all")}, "/nowhere/at/all"),
+        ({"logits_processors": ("no_such_module:Class",)}, "no_such_module"),
+    ],
+)
+async def test_what_cannot_start_says_why(config: EngineConfig, changed: dict[str, object], named: str) -> None:
+    settings = config_from_json(config_to_json(config) | changed)
+    with pytest.raises(ModelError, match=named):
+        async with CoreProcess.start(settings, progress=False):
+            pass
