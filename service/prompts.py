@@ -12,7 +12,7 @@ from fulcrum.v1 import inference_pb2 as pb
 from service.chat_template import RESERVED, ChatTemplate, TemplateError
 from service.errors import ApiError, Violation, invalid, not_served
 from service.tokenizer import Tokenizer
-from service.validate import Violations
+from service.validate import Violations, window_exceeded
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _T = TypeVar("_T")
@@ -36,19 +36,23 @@ class Prompts:
         """Runs `work` in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def text(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a plain text. Raises ApiError INVALID_ARGUMENT."""
-        return await self.run(lambda: self._encode(text, "text", add_special_tokens=add_special_tokens))
+    async def text(self, text: str, *, add_special_tokens: bool, window: int | None = None) -> list[int]:
+        """Token ids of a plain text.
 
-    async def chat(self, chat: pb.Chat) -> list[int]:
-        """Token ids of a rendered chat. Raises ApiError INVALID_ARGUMENT (TEMPLATE_ERROR), UNIMPLEMENTED."""
-        return await self.run(lambda: self._chat(chat))
+        Raises ApiError INVALID_ARGUMENT: also for a text that is too long for `window` tokens whatever they are, before
+            the work of tokenizing it is done.
+        """
+        return await self.run(lambda: self._encode(text, "text", window, add_special_tokens=add_special_tokens))
+
+    async def chat(self, chat: pb.Chat, *, window: int | None = None) -> list[int]:
+        """Token ids of a rendered chat. Raises ApiError INVALID_ARGUMENT (also TEMPLATE_ERROR), UNIMPLEMENTED."""
+        return await self.run(lambda: self._chat(chat, window))
 
     def close(self) -> None:
         """Lets the threads go."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _chat(self, chat: pb.Chat) -> list[int]:
+    def _chat(self, chat: pb.Chat, window: int | None) -> list[int]:
         variables = _check_chat(chat)
         continue_final = chat.continue_final_message
         add_generation = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continue_final
@@ -61,9 +65,12 @@ class Prompts:
             )
         except TemplateError as error:
             raise _template_error(str(error)) from error
-        return self._encode(text, "chat", add_special_tokens=False)
+        return self._encode(text, "chat", window, add_special_tokens=False)
 
-    def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, field: str, window: int | None, *, add_special_tokens: bool) -> list[int]:
+        fewest = self.tokenizer.fewest_tokens(text)
+        if window is not None and fewest > window:
+            raise window_exceeded(field, window, f"the prompt has more than {fewest}", prompt_tokens=fewest)
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except ValueError as error:

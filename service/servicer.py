@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import grpc
@@ -17,11 +18,13 @@ from service.detokenizer import TextStream
 from service.errors import Violation, draining, engine_dead, invalid
 from service.live import LiveCalls
 from service.model import ServedModel
-from service.validate import Plan, Violations, fit, plan, refusal
+from service.validate import Plan, Violations, fit, plan, refusal, window_exceeded
 
 logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+_LABEL_LENGTH = 128
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -54,7 +57,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _generate(self, request: pb.GenerateRequest, context: Context, arrival: float) -> None:
         core, model = self._core, self._model
         name = model.resolve(request.model)
-        asked = plan(request, core.info, model.defaults, self._authenticator.caller(context.invocation_metadata()))
+        metadata = context.invocation_metadata()
+        asked = plan(request, core.info, model.defaults, self._authenticator.caller(metadata))
         field, prompt = await self._prompt(request)
         params = fit(asked, prompt, field, core.info)
         job = Request(
@@ -70,6 +74,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             stream = await core.submit(job)
         except RequestRejected as rejected:
             raise refusal(rejected, job, field, core.info) from rejected
+        label = _label(metadata)
+        logger.debug("request %s (%s) is accepted: %d prompt tokens", asked.request_id, label, len(prompt))
         try:
             await context.write(pb.GenerateResponse(accepted=pb.Accepted(request_id=asked.request_id, model=name)))
             choices = [Choice(index, asked, self._text_stream(asked, field)) for index in range(params.n)]
@@ -79,17 +85,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             # Before anything is forgotten. Once the core has ended the request, its id may be another's.
             if not stream.ended:
                 core.abort_soon(stream)
-                logger.info("request %s ended early", asked.request_id)
+                logger.info("request %s (%s) ended early", asked.request_id, label)
 
     async def _prompt(self, request: pb.GenerateRequest) -> tuple[str, list[int]]:
         """The prompt's token ids, and the field that they came from."""
-        field = request.WhichOneof("prompt")
+        field, window = request.WhichOneof("prompt"), self._core.info.max_model_len
         if field == "token_ids":
-            return field, list(request.token_ids.ids)
+            ids = request.token_ids.ids
+            if len(ids) > window:  # before millions of them are copied
+                raise window_exceeded(field, window, f"the prompt has {len(ids)}", prompt_tokens=len(ids))
+            return field, list(ids)
         if field == "text":
-            return field, await self._model.prompts.text(request.text, add_special_tokens=True)
+            return field, await self._model.prompts.text(request.text, add_special_tokens=True, window=window)
         if field == "chat":
-            return field, await self._model.prompts.chat(request.chat)
+            return field, await self._model.prompts.chat(request.chat, window=window)
         raise invalid([Violation("prompt", "one of text, token_ids and chat is needed")])
 
     async def _stream(self, stream: RequestStream, job: Request, choices: list[Choice], context: Context) -> pb.Usage:
@@ -157,12 +166,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """The text of token ids."""
         self._model.resolve(request.model)
-        bad = Violations()
-        bad.token_ids("token_ids", request.token_ids, self._core.info.vocab_size)
-        bad.check()
-        prompts, ids, skip = self._model.prompts, list(request.token_ids), request.skip_special_tokens
-        text = await prompts.run(lambda: prompts.tokenizer.decode(ids, skip_special_tokens=skip))
-        return pb.DetokenizeResponse(text=text)
+        prompts, vocab_size = self._model.prompts, self._core.info.vocab_size
+
+        def detokenized() -> str:
+            ids, bad = list(request.token_ids), Violations()
+            bad.token_ids("token_ids", ids, vocab_size)
+            bad.check()
+            return prompts.tokenizer.decode(ids, skip_special_tokens=request.skip_special_tokens)
+
+        return pb.DetokenizeResponse(text=await prompts.run(detokenized))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """What is served, and its limits."""
@@ -182,3 +194,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             version=info.version,
             created=self._model.created,
         )
+
+
+def _label(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The caller's own name of the request (metadata x-request-id), fit for a log line; "-" where there is none."""
+    given = next((value for key, value in metadata or () if key == "x-request-id"), "-")
+    return given[:_LABEL_LENGTH] if isinstance(given, str) and given.isprintable() else "-"

@@ -59,6 +59,8 @@ class Tokenizer:
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self.vocab_size = 1 + max(backend.get_vocab().values(), default=-1)
         self._pieces = _Pieces(backend)
+        # Characters of a text for each token at most; a normalizer may shrink it first (NFC: to a quarter at most).
+        self._longest = max(1, *map(len, backend.get_vocab())) * (1 if backend.normalizer is None else 4)
         self.strips_first_space = self._pieces.strips_first_space
 
     @classmethod
@@ -147,6 +149,10 @@ class Tokenizer:
             backend.post_processor = _surround(vocab, names, *ends, path)
         return cls(backend, names)
 
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound of how many tokens the text has, at once: tokenizing megabytes takes a minute."""
+        return len(text) // self._longest
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokenizes; special tokens that are spelled out in the text become their ids.
 
@@ -161,7 +167,9 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             surrogate = f"lone surrogate U+{ord(text[error.start]):04X} at character {error.start}"
             raise ValueError(f"the text is not valid Unicode: {surrogate}") from error
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch of one, because `encode` holds the interpreter's lock: a long text would stop the whole process.
+        encoding = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        ids: list[int] = encoding.ids
         return ids
 
     def encode_rendered_chat(self, text: str) -> list[int]:

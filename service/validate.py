@@ -28,6 +28,7 @@ _PROTO_PATHS = {
 MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1000
+MAX_STOP_TOKEN_IDS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_REQUEST_ID_BYTES = 128
 MAX_SALT_BYTES = 256
@@ -135,22 +136,22 @@ def fit(plan: Plan, prompt: Sequence[int], prompt_field: str, info: CoreInfo) ->
     Raises ApiError INVALID_ARGUMENT: prompt empty, out of the vocabulary, or beyond the window with its completion.
     """
     bad = Violations()
-    bad.unless(len(prompt) > 0, prompt_field, "the prompt is empty")
-    bad.token_ids(f"{prompt_field}.ids" if prompt_field == "token_ids" else prompt_field, prompt, info.vocab_size)
-    bad.check()
     room = info.max_model_len - len(prompt)
+    if room > 0:  # longer prompts are refused below, without a look at each token
+        bad.unless(len(prompt) > 0, prompt_field, "the prompt is empty")
+        bad.token_ids(f"{prompt_field}.ids" if prompt_field == "token_ids" else prompt_field, prompt, info.vocab_size)
+        bad.check()
     # Where the whole KV pool is smaller than the window, it bounds what a silent request gets.
     default = min(room, max(1, _pool_tokens(info) - len(prompt)))
     max_tokens = default if plan.max_tokens is None else plan.max_tokens
     if room < 1 or max_tokens > room:
         wanted = f" and max_tokens {plan.max_tokens}" if plan.max_tokens is not None else ""
-        numbers = {"prompt_tokens": len(prompt), "max_tokens": plan.max_tokens, "max_model_len": info.max_model_len}
-        raise ApiError(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "CONTEXT_LENGTH_EXCEEDED",
-            f"the model's window is {info.max_model_len} tokens, but the prompt has {len(prompt)}{wanted}",
-            field=prompt_field if room < 1 else "stopping.max_tokens",
-            metadata={name: str(number) for name, number in numbers.items() if number is not None},
+        raise window_exceeded(
+            prompt_field if room < 1 else "stopping.max_tokens",
+            info.max_model_len,
+            f"the prompt has {len(prompt)}{wanted}",
+            prompt_tokens=len(prompt),
+            max_tokens=plan.max_tokens,
         )
     bad.unless(
         plan.params.min_tokens <= max_tokens,
@@ -159,6 +160,18 @@ def fit(plan: Plan, prompt: Sequence[int], prompt_field: str, info: CoreInfo) ->
     )
     bad.check()
     return replace(plan.params, max_tokens=max_tokens)
+
+
+def window_exceeded(field: str, window: int, but: str, **numbers: int | None) -> ApiError:
+    """CONTEXT_LENGTH_EXCEEDED, with the numbers for a program to read."""
+    given = {**numbers, "max_model_len": window}
+    return ApiError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "CONTEXT_LENGTH_EXCEEDED",
+        f"the model's window is {window} tokens, but {but}",
+        field=field,
+        metadata={name: str(number) for name, number in given.items() if number is not None},
+    )
 
 
 def refusal(rejected: RequestRejected, job: Request, prompt_field: str, info: CoreInfo) -> ApiError:
@@ -208,9 +221,10 @@ def _sampling(
     repetition = chosen("repetition_penalty", defaults.repetition_penalty, 0, 2, above=True)
     bad.number("sampling.presence_penalty", given.presence_penalty, -2, 2)
     bad.number("sampling.frequency_penalty", given.frequency_penalty, -2, 2)
-    bad.token_ids("sampling.logit_bias", given.logit_bias, info.vocab_size)
     for token_id, bias in given.logit_bias.items():
-        bad.number(f"sampling.logit_bias[{token_id}]", bias, -100, 100)
+        field = f"sampling.logit_bias[{token_id}]"
+        bad.unless(token_id < info.vocab_size, field, f"the token id is out of the vocabulary of {info.vocab_size}")
+        bad.number(field, bias, -100, 100)
     n = request.n if request.HasField("n") else 1
     bad.number("n", n, 1, min(MAX_N, info.max_num_seqs))
     return SamplingParams(
@@ -246,7 +260,10 @@ def _check_stopping(stopping: pb.StoppingCriteria, info: CoreInfo, bad: Violatio
             f"stopping.stop[{position}]",
             f"must have 1 to {MAX_STOP_CHARACTERS} characters, not {len(stop)}",
         )
-    bad.token_ids("stopping.stop_token_ids", stopping.stop_token_ids, info.vocab_size)
+    count = len(stopping.stop_token_ids)
+    field = "stopping.stop_token_ids"
+    bad.unless(count <= MAX_STOP_TOKEN_IDS, field, f"{count} are given; at most {MAX_STOP_TOKEN_IDS} are taken")
+    bad.token_ids(field, stopping.stop_token_ids[:MAX_STOP_TOKEN_IDS], info.vocab_size)
 
 
 def _refuse_unserved(request: pb.GenerateRequest) -> None:

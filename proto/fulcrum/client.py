@@ -197,11 +197,13 @@ class FulcrumClient:
 
     async def complete(self, request: GenerateRequest, *, deadline: float | None = None) -> Completion:
         """Generates and waits for all of it. Raises: FulcrumError."""
-        answer = Completion("", "", [Choice() for _ in range(request.n or 1)], Usage())
+        answer = Completion("", "", [], Usage())
         async for event in self.generate(request, deadline=deadline):
             match event:
                 case Accepted():
                     answer.request_id, answer.model = event.request_id, event.model
+                    # Only now: an absurd n is the server's to refuse, not ours to make room for.
+                    answer.choices = [Choice() for _ in range(request.n or 1)]
                 case Delta():
                     answer.choices[event.index].add(event)
                 case Finished():

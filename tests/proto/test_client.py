@@ -94,6 +94,7 @@ async def test_complete_joins_tool_calls() -> None:
     async def handler(
         request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(accepted=pb.Accepted(request_id="r"))
         for piece in (
             pb.ToolCallDelta(index=0, id="a", name="f"),
             pb.ToolCallDelta(index=0, arguments='{"x": '),
@@ -218,7 +219,7 @@ async def test_a_refusal_is_not_tried_again() -> None:
 
     async with serving(handler) as client:
         with pytest.raises(FulcrumError, match="INVALID_ARGUMENT: no"):
-            await client.complete(pb.GenerateRequest(text="x"))
+            await client.complete(pb.GenerateRequest(text="x", n=2**32 - 1))  # nor does an absurd n take memory here
     assert calls == 1
 
 

@@ -46,7 +46,7 @@ BAD_FIELDS = {
     "frequency_penalty": (request(sampling=S(frequency_penalty=-INF)), "sampling.frequency_penalty"),
     "repetition_penalty zero": (request(sampling=S(repetition_penalty=0)), "sampling.repetition_penalty"),
     "repetition_penalty NaN": (request(sampling=S(repetition_penalty=NAN)), "sampling.repetition_penalty"),
-    "bias of an unknown id": (request(sampling=S(logit_bias={258: 1.0})), "sampling.logit_bias[0]"),
+    "bias of an unknown id": (request(sampling=S(logit_bias={258: 1.0})), "sampling.logit_bias[258]"),
     "bias NaN": (request(sampling=S(logit_bias={5: NAN})), "sampling.logit_bias[5]"),
     "bias too large": (request(sampling=S(logit_bias={5: 100.5})), "sampling.logit_bias[5]"),
     "n zero": (request(n=0), "n"),
@@ -235,6 +235,33 @@ async def test_a_prompt_beyond_the_window(make_core, serving, details):
         assert error.reason == "CONTEXT_LENGTH_EXCEEDED"
         assert error.metadata == {"prompt_tokens": "3", "max_tokens": "8", "max_model_len": "10"}
         assert error.fields == ["stopping.max_tokens"]
+
+
+@pytest.mark.parametrize("kind", ["text", "chat", "token_ids"])
+async def test_what_no_window_can_hold_is_refused_without_the_work(make_core, serving, details, monkeypatch, kind):
+    def encode(*_, **__):
+        pytest.fail("it was tokenized")
+
+    monkeypatch.setattr("service.tokenizer.Tokenizer.encode", encode)
+    # The longest token is <|im_start|>, of 12 characters: 132 of them are 11 tokens at least.
+    asked = {
+        "text": pb.GenerateRequest(text="x" * 132),
+        "chat": pb.GenerateRequest(chat=chat({"content": [pb.ContentPart(text="x" * 132)]})),
+        "token_ids": pb.GenerateRequest(token_ids=pb.TokenIds(ids=[999] * 11)),
+    }[kind]
+    async with serving(make_core(max_model_len=10)) as server:
+        error = details(await refused(server.stub.Generate(asked)))
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED")
+    assert error.fields == [kind]
+    assert error.metadata["max_model_len"] == "10"
+
+
+async def test_stop_token_ids_are_bounded_and_a_bad_bias_is_named_by_its_token(make_core, serving, details):
+    async with serving(make_core()) as server:
+        many = request(stopping=T(stop_token_ids=[1] * 1025))
+        assert details(await refused(server.stub.Generate(many))).fields == ["stopping.stop_token_ids"]
+        bias = request(sampling=S(logit_bias={3: 1.0, 258: 1.0}))
+        assert details(await refused(server.stub.Generate(bias))).fields == ["sampling.logit_bias[258]"]
 
 
 @pytest.mark.parametrize(
