@@ -8,7 +8,8 @@ PYTEST_ARGS ?=
 
 BIN := .venv/bin
 # Bytecode is written when a module is first used: compiling all of torch takes longer than the rest.
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# Twice quiet: errors alone, no warnings about the machine's own pip settings.
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 export PIP_ROOT_USER_ACTION ?= ignore
 
 .PHONY: help serve test test-full lint types format proto clean

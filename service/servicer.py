@@ -197,6 +197,5 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 def _label(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The caller's own name of the request (metadata x-request-id), fit for a log line; "-" where there is none."""
-    given = next((value for key, value in metadata or () if key == "x-request-id"), "-")
-    return given[:_LABEL_LENGTH] if isinstance(given, str) and given.isprintable() else "-"
+    """The caller's own name of the request (metadata x-request-id, printable by gRPC's rules), "-" without one."""
+    return next((str(value)[:_LABEL_LENGTH] for key, value in metadata or () if key == "x-request-id"), "-")

@@ -54,14 +54,14 @@ async def test_the_callers_own_name_is_in_the_log(make_core, serving, caplog):
     core = make_core()
     with caplog.at_level("DEBUG", logger="service"):
         async with serving(core) as server:
-            for label in ("my-label", "two\tlines"):
-                call = server.stub.Generate(prompt(f"r-{label[:3]}"), metadata=(("x-request-id", label),))
-                await reach("decode", core, call, f"r-{label[:3]}")
+            for name, metadata in (("named", (("x-request-id", "my-label"),)), ("nameless", ())):
+                call = server.stub.Generate(prompt(name), metadata=metadata)
+                await reach("decode", core, call, name)
                 call.cancel()
             await core.until(lambda: len(core.aborted) == 2)
     lines = [record.getMessage() for record in caplog.records if record.name == "service.servicer"]
-    assert [line.startswith("request r-my- (my-label) ") for line in lines].count(True) == 2  # accepted, ended early
-    assert [line.startswith("request r-two (-) ") for line in lines].count(True) == 2
+    assert [line.startswith("request named (my-label) ") for line in lines].count(True) == 2  # accepted, ended early
+    assert [line.startswith("request nameless (-) ") for line in lines].count(True) == 2
 
 
 @pytest.mark.parametrize("stage", STAGES)
