@@ -8,6 +8,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -23,6 +24,8 @@ MAX_STOPS = 16
 COMPLETION_MAX_TOKENS = 16
 
 UInt32 = Annotated[int, Field(ge=0, le=UINT32_MAX)]
+# Only the first fault is told: a list of millions of them would keep every other request waiting.
+UInt32s = Annotated[list[UInt32], Field(fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 # Fields that change nothing here: accepted with any value and ignored.
@@ -73,13 +76,13 @@ def bias_keys(value: object) -> object:
     """JSON keys are strings: turns decimal ones into token ids."""
     if not isinstance(value, Mapping):
         return value
-    keys = [key for key in value if not (key.isascii() and key.isdigit() and int(key) <= UINT32_MAX)]
+    keys = [key for key in value if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= UINT32_MAX)]
     if keys:
         raise ValueError(f"keys must be token ids, not {keys[0][:40]!r}")
     return {int(key): bias for key, bias in value.items()}
 
 
-def prompts(value: object) -> object:
+def prompts(value: object) -> list[str] | list[list[int]]:
     """The prompt's four forms, as a list of texts or a list of lists of token ids."""
     if isinstance(value, str):
         return [value]
@@ -128,7 +131,7 @@ class Sampling(Body):
         Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS), BeforeValidator(one_or_many)]
         | None
     ) = None
-    stop_token_ids: list[UInt32] | None = None
+    stop_token_ids: UInt32s | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -188,9 +191,9 @@ class Message(Body):
     """One message of a chat. The last five fields come back when a client sends an earlier answer unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[ContentPart], BeforeValidator(text_parts)] | None = None
+    content: Annotated[list[ContentPart], Field(fail_fast=True), BeforeValidator(text_parts)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
@@ -202,7 +205,7 @@ class Message(Body):
 class ChatPrompt(Body):
     """Fields that make a chat's prompt."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -217,7 +220,7 @@ class ChatRequest(Sampling, ChatPrompt):
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
-    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(prompts)]
+    prompt: Annotated[list[str] | list[list[int]], PlainValidator(prompts)]
     echo: bool | None = None
 
 
@@ -241,7 +244,7 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[UInt32]
+    tokens: UInt32s
     skip_special_tokens: bool | None = None
 
 
@@ -266,6 +269,9 @@ def parse(kind: type[B], fields: dict[str, Any]) -> B:
         if not any(type(known[name]) is type(idle) and known[name] == idle for idle in UNSERVED[name]):
             raise ApiError(400, f"'{name}' is not supported yet.", param=name, code="unsupported_parameter")
         del known[name]
+    # Before pydantic gathers every one of them.
+    if unknown := next((name for name in known if name not in kind.model_fields), None):
+        raise unknown_field(unknown)
     try:
         return kind.model_validate(known)
     except ValidationError as error:
@@ -283,7 +289,7 @@ def first_fault(error: ValidationError) -> ApiError:
             param += f".{key}" if param else key
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
-        return ApiError(400, f"Unknown field '{param}'.", param=param, code="unknown_parameter")
+        return unknown_field(param)
     if fault["type"] == "missing":
         return ApiError(400, f"'{param}' is required.", param=param, code="missing_required_parameter")
     return ApiError(400, f"Invalid '{param}': {message}.", param=param, code="invalid_value")

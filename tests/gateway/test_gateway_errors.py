@@ -71,6 +71,15 @@ def table(kit):
             None,
             "inner",
         ),
+        (
+            Code.INVALID_ARGUMENT,
+            [at("chat.messages[1].tool_calls[0].arguments_json")],
+            400,
+            INVALID,
+            "messages[1].tool_calls[0].function.arguments",
+            None,
+            "inner",
+        ),
         (Code.INVALID_ARGUMENT, [at("chat.template_kwargs_json")], 400, INVALID, "chat_template_kwargs", None, "inner"),
         (Code.INVALID_ARGUMENT, [at("cache.salt")], 400, INVALID, "cache_salt", None, "inner"),
         (Code.UNAUTHENTICATED, [], 500, "server_error", None, "internal_error", None),
@@ -127,7 +136,7 @@ def test_refusals(http, gateway, engine, kit, row, stream):
 
 
 def test_the_table_is_whole(kit):
-    assert len(table(kit)) == 26
+    assert len(table(kit)) == 27
     answered = {row[0] for row in table(kit)}
     assert answered == set(Code) - {Code.OK}
 

@@ -1,9 +1,13 @@
 """Which fields are taken, what becomes of them, and which are refused by name."""
 
+import gzip
 import json
 
 import pytest
 from google.protobuf.json_format import MessageToDict
+from pydantic import ValidationError
+
+from gateway.schemas import ChatRequest
 
 
 def post(http, gateway, path, body):
@@ -225,6 +229,7 @@ BAD = [
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"4294967296": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ({"logit_bias": {"1": 101}}, "logit_bias[1]"),
     ({"logit_bias": [1]}, "logit_bias"),
     ({"stream": "yes"}, "stream"),
@@ -363,3 +368,19 @@ def test_bodies_over_the_limit(http, gateway, engine, chunked):
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "request_too_large"
     assert not engine.calls
+
+
+def test_a_compressed_body_is_refused_in_clear_words(http, gateway, kit):
+    body = gzip.compress(json.dumps(kit.CHAT).encode())
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    error = error_of(http.post(f"{gateway}/v1/chat/completions", content=body, headers=headers))
+    assert error["code"] == "invalid_encoding"
+    assert "'gzip'" in error["message"]
+
+
+@pytest.mark.parametrize("field", ["messages", "stop_token_ids"])
+def test_of_many_faults_in_a_list_only_the_first_is_looked_for(field):
+    body = {"messages": [{"role": "user", "content": "hi"}], field: [None] * 3}
+    with pytest.raises(ValidationError) as found:
+        ChatRequest.model_validate(body)
+    assert [fault["loc"] for fault in found.value.errors()] == [(field, 0)]
