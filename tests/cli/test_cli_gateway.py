@@ -24,8 +24,7 @@ def status(url: str) -> int:
         return error.code
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("workers", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
 def test_gateway_starts_and_ends(fulcrum, await_end, number: signal.Signals, workers: int) -> None:
     process = fulcrum("gateway", "--engine", NO_ENGINE, "--port=0", f"--workers={workers}")
     url = process.expect(r"OpenAI API  (http://127\.0\.0\.1:\d+)/v1")
