@@ -30,6 +30,9 @@ from kernels.sampling import (
 
 # Below this a temperature is greedy: dividing by it would only overflow.
 GREEDY_TEMPERATURE: Final = 1e-5
+# A lower repetition penalty counts as this: dividing by it would overflow too, and this one favours what has occurred
+# without bounds already.
+LEAST_REPETITION_PENALTY: Final = 1e-5
 
 
 class _Uses(enum.IntFlag):
@@ -128,7 +131,7 @@ class Sampler:
             params.temperature,
             params.top_p,
             params.min_p,
-            params.repetition_penalty,
+            max(params.repetition_penalty, LEAST_REPETITION_PENALTY),
             params.presence_penalty,
             params.frequency_penalty,
         )

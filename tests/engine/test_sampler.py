@@ -262,6 +262,12 @@ def test_bias_comes_before_the_repetition_penalty():
     assert one([3.0, 1.0], replace(GREEDY, logit_bias={1: 3.0}, repetition_penalty=2.0), prompt=(1,)) == 0
 
 
+@pytest.mark.parametrize("penalty", [5e-324, 1e-40, 1e-6])
+def test_a_tiny_repetition_penalty_overflows_nothing(penalty):
+    params = SamplingParams(repetition_penalty=penalty, seed=1)
+    assert one([3.0, 200.0, -300.0, 100.0], params, prompt=(0, 2)) == 0
+
+
 def test_rows_with_and_without_features_do_not_touch_each_other():
     logits = [0.0, 3.0, 2.9, 1.0, 2.8]
     rows = Rows(5)

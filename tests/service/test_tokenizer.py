@@ -4,6 +4,7 @@ import itertools
 import json
 import lzma
 import tarfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -464,6 +465,16 @@ def test_threads_share_a_tokenizer(smollm2: Tokenizer) -> None:
     assert results == [smollm2.encode(text) for text in texts]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(smollm2.decode, results)) == texts
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(smollm2: Tokenizer) -> None:
+    turns = 0
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(smollm2.encode, "a" * 200_000)
+        while not job.done():
+            time.sleep(0)
+            turns += 1
+    assert turns > 10  # it would be one or two, were the interpreter's lock held
 
 
 @settings(max_examples=100, deadline=None)
