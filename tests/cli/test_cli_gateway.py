@@ -19,7 +19,7 @@ NO_ENGINE = "127.0.0.1:1"
 
 def status(url: str) -> int:
     try:
-        return urllib.request.urlopen(url, timeout=10).status
+        return urllib.request.urlopen(url, timeout=60).status
     except urllib.error.HTTPError as error:
         return error.code
 
