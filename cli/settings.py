@@ -81,6 +81,7 @@ def gateway_config(params: Params, engines: tuple[str, ...]) -> GatewayConfig:
             workers=params["workers"],
             shutdown_seconds=int(params["grace"]),
             access_log=params["access_log"],
+            log_level=params["log_level"],
             **optional,
         )
     )

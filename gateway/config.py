@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 MIB = 1 << 20
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class GatewayConfig:
         channels_per_engine: connections of each worker to each engine (several reach all of its processes).
         shutdown_seconds: how long running requests may go on after a stop signal.
         access_log: write a line for each request.
+        log_level: least level that is logged: debug, info, warning or error.
     """
 
     host: str = "127.0.0.1"
@@ -42,12 +44,15 @@ class GatewayConfig:
     channels_per_engine: int = 4
     shutdown_seconds: int = 30
     access_log: bool = False
+    log_level: str = "info"
 
     def __post_init__(self) -> None:
         """Raises: ValueError naming the field that is wrong."""
         for name in ("max_body_bytes", "max_prompts", "workers", "channels_per_engine"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.log_level not in LOG_LEVELS:
+            raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be 0 to 65535, not {self.port}")
         if self.request_timeout is not None and not 0 < self.request_timeout < float("inf"):

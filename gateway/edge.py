@@ -3,6 +3,7 @@ disconnects and streams go through untouched."""
 
 import hashlib
 import hmac
+import logging
 import re
 import secrets
 import time
@@ -19,15 +20,18 @@ NOT_IN_LABEL = re.compile(r"[^A-Za-z0-9._:/=+-]")
 LABEL_LENGTH = 128
 CLIENT_GONE = 499
 
+access = logging.getLogger("gateway.access")
+
 
 class Edge:
     """The outermost middleware of ours."""
 
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], metrics: Metrics) -> None:
-        """Keeps only digests of the keys."""
+    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], metrics: Metrics, access_log: bool) -> None:
+        """Keeps only digests of the keys. `access_log`: a line for each request."""
         self._app = app
         self._digests = [digest(key.encode()) for key in api_keys]
         self._metrics = metrics
+        self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
@@ -58,7 +62,12 @@ class Edge:
             path = getattr(scope.get("route"), "path", "other")
             shown = CLIENT_GONE if state.get("client_gone") else status
             self._metrics.requests.labels(scope["method"], path, str(shown)).inc()
-            self._metrics.seconds.labels(path).observe(time.monotonic() - arrival)
+            passed = time.monotonic() - arrival
+            self._metrics.seconds.labels(path).observe(passed)
+            if self._access_log:
+                # The path is quoted as the wire had it, so that it cannot end the line.
+                wire = scope["raw_path"].decode("ascii", "backslashreplace")
+                access.info("%s %s %d %.3fs %s", scope["method"], wire, shown, passed, label)
 
     def _knows(self, headers: Headers) -> bool:
         """Whether the request shows one of the keys. Takes the same time whichever it is."""

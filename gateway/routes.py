@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -23,8 +24,8 @@ from gateway.schemas import (
     DetokenizeRequest,
     Sampling,
     TokenizeChatRequest,
-    TokenizeTextRequest,
     parse,
+    parse_tokenize,
 )
 from gateway.sse import DONE, ChatFormat, CompletionFormat, Ending, Format, Head, event
 from gateway.transport import EventStream, read_json, unless_gone
@@ -47,7 +48,7 @@ class Routes:
 
     async def chat_completions(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        body = parse(ChatRequest, await self._json(request))
+        body = await self._body(request, partial(parse, ChatRequest))
         names = CHAT_NAMES | ({} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"})
 
         def form(head: Head, choices: int) -> Format:
@@ -57,7 +58,7 @@ class Routes:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        body = parse(CompletionRequest, await self._json(request))
+        body = await self._body(request, partial(parse, CompletionRequest))
         if len(body.prompt) > self._config.max_prompts:
             limit = self._config.max_prompts
             raise ApiError(400, f"Invalid 'prompt': at most {limit} prompts.", param="prompt", code="invalid_value")
@@ -82,12 +83,8 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: of a prompt, or of a chat's messages."""
-        fields = await self._json(request)
-        body: TokenizeChatRequest | TokenizeTextRequest
-        if "messages" in fields:
-            body, names = parse(TokenizeChatRequest, fields), CHAT_NAMES
-        else:
-            body, names = parse(TokenizeTextRequest, fields), {}
+        body = await self._body(request, parse_tokenize)
+        names = CHAT_NAMES if isinstance(body, TokenizeChatRequest) else {}
         reply = await self._call(request, "Tokenize", tokenize_request(body), names)
         pieces = [piece.decode(errors="replace") for piece in reply.token_bytes] if body.return_token_strs else None
         return JSONResponse(
@@ -101,7 +98,7 @@ class Routes:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        body = parse(DetokenizeRequest, await self._json(request))
+        body = await self._body(request, partial(parse, DetokenizeRequest))
         message = pb.DetokenizeRequest(
             model=body.model or "", token_ids=body.tokens, skip_special_tokens=body.skip_special_tokens
         )
@@ -188,8 +185,8 @@ class Routes:
         self._metrics.stream_errors.labels(str(error.status)).inc()
         return event(error.body())
 
-    async def _json(self, request: Request) -> dict[str, Any]:
-        return await read_json(request, self._config.max_body_bytes)
+    async def _body(self, request: Request, read: Callable[[dict[str, Any]], T]) -> T:
+        return await read_json(request, self._config.max_body_bytes, read)
 
     def _context(self, request: Request) -> CallContext:
         """The label and the deadline: the caller's x-request-timeout or the gateway's limit, whichever is shorter."""

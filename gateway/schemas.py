@@ -278,6 +278,16 @@ def parse(kind: type[B], fields: dict[str, Any]) -> B:
         raise first_fault(error) from error
 
 
+def parse_tokenize(fields: dict[str, Any]) -> TokenizeChatRequest | TokenizeTextRequest:
+    """Validates the fields of POST /tokenize, whose kind shows in them. Raises: ApiError 400."""
+    return parse(TokenizeChatRequest, fields) if "messages" in fields else parse(TokenizeTextRequest, fields)
+
+
+def unknown_field(param: str) -> ApiError:
+    """The answer to a field that is neither served nor ignored."""
+    return ApiError(400, f"Unknown field '{param:.200}'.", param=param[:200], code="unknown_parameter")
+
+
 def first_fault(error: ValidationError) -> ApiError:
     """The first validation error, in a sentence that names the field as the caller wrote it."""
     fault = error.errors(include_url=False, include_context=False, include_input=False)[0]

@@ -16,18 +16,24 @@ BACKLOG = 2048
 # Longer than clients and balancers keep idle connections, so that none is closed under a request.
 KEEP_ALIVE_SECONDS = 75
 START_FAILED = 3
+# A worker that answers its supervisor later than this is replaced. It cannot answer while it is still importing, which
+# takes long on a busy machine: too low a limit would replace workers that only start, again and again.
+WORKER_ANSWER_SECONDS = 60
 
-LOGGING: dict[str, Any] = {
-    "version": 1,
-    "disable_existing_loggers": False,
-    "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
-    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
-    "loggers": {
-        "gateway": {"handlers": ["stderr"], "level": "INFO", "propagate": False},
-        "uvicorn.error": {"handlers": ["stderr"], "level": "WARNING", "propagate": False},
-        "uvicorn.access": {"handlers": ["stderr"], "level": "INFO", "propagate": False},
-    },
-}
+
+def logging_of(config: GatewayConfig) -> dict[str, Any]:
+    """The form and the levels of the log, for every worker. The access log is asked for by a switch of its own."""
+    level = config.log_level.upper()
+    loggers = {"gateway": level, "uvicorn.error": "ERROR" if level == "ERROR" else "WARNING", "gateway.access": "INFO"}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"format": "%(asctime)s %(levelname)s gateway %(name)s: %(message)s"}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+        "loggers": {
+            name: {"handlers": ["stderr"], "level": level, "propagate": False} for name, level in loggers.items()
+        },
+    }
 
 
 def serve(config: GatewayConfig, on_bound: Callable[[str, int], None] | None = None) -> None:
@@ -71,8 +77,9 @@ def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
         ws="none",
         lifespan="on",
         workers=config.workers,
-        log_config=LOGGING,
-        access_log=config.access_log,
+        timeout_worker_healthcheck=WORKER_ANSWER_SECONDS,
+        log_config=logging_of(config),
+        access_log=False,  # ours knows the label, and who has gone (gateway/edge.py)
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,

@@ -19,15 +19,23 @@ STREAM_HEADERS = {
     "x-accel-buffering": "no",
 }
 
+# To check a body takes up to 0.2 s a MiB (of token ids).
+LARGE_BYTES = 128 << 10
+
 T = TypeVar("T")
 
 
-async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in a request's body.
+async def read_json(request: Request, max_bytes: int, read: Callable[[dict[str, Any]], T]) -> T:
+    """What `read` makes of the JSON object in a request's body; of a large one in a thread, so that the others go on.
 
     Raises: ApiError 400 for another content type or bad JSON, 413 for a body of more than `max_bytes`;
-        ClientDisconnect.
+        ClientDisconnect; whatever `read` raises.
     """
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(
+            400, f"Content-Encoding {coding[:80]!r} is not supported: send the body as it is.", code="invalid_encoding"
+        )
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(400, f"Content-Type must be application/json, not {kind[:80]!r}.", code="invalid_content_type")
@@ -39,7 +47,9 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
         body += chunk
         if len(body) > max_bytes:
             raise too_large(max_bytes)
-    return parse_json(bytes(body))
+    if len(body) > LARGE_BYTES:
+        return await asyncio.to_thread(lambda: read(parse_json(bytes(body))))
+    return read(parse_json(bytes(body)))
 
 
 def too_large(max_bytes: int) -> ApiError:

@@ -78,6 +78,22 @@ def test_keys_are_not_logged(http, guarded, kit):
     assert not re.search(r"key-one|key-two|engine-secret|wrong-key-to-look-for|Bearer", log)
 
 
+def test_the_access_log_has_label_status_and_time(http, guarded, kit):
+    headers = guarded.headers | {"x-request-id": "look-for-me"}
+    http.post(f"{guarded.url}/v1/chat/completions?a=b", json=kit.CHAT | {"n": 0}, headers=headers)
+    kit.wait_until(lambda: "look-for-me" in guarded.log.read_text(), what="the access log")
+    lines = [line for line in guarded.log.read_text().splitlines() if "look-for-me" in line]
+    assert len(lines) == 1
+    assert re.search(r" INFO gateway gateway\.access: POST /v1/chat/completions 400 \d+\.\d{3}s look-for-me$", lines[0])
+
+
+@pytest.mark.parametrize("level", ["info", "warning"])
+def test_the_log_level_is_obeyed(own_engines, start_gateway, tmp_path, kit, level):
+    with start_gateway(engines=[own_engines().address], log_level=level) as url:
+        kit.wait_until(lambda: kit.is_healthy(url))
+    assert ("is serving" in (tmp_path / "gateway.log").read_text()) == (level == "info")
+
+
 def test_preflight(http, guarded):
     asked = {
         "origin": "https://app.example",

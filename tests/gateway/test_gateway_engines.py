@@ -49,7 +49,8 @@ def test_tokenize_and_detokenize(http, gateway, engine):
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
-        ("/tokenize", {"prompt": "x", "messages": []}, "messages"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
         ("/tokenize", {"prompt": "x", "colour": "red"}, "colour"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "x"}, "tokens"),

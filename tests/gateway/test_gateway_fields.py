@@ -384,3 +384,12 @@ def test_of_many_faults_in_a_list_only_the_first_is_looked_for(field):
     with pytest.raises(ValidationError) as found:
         ChatRequest.model_validate(body)
     assert [fault["loc"] for fault in found.value.errors()] == [(field, 0)]
+
+
+def test_a_large_body_is_checked_too(http, gateway, engine, kit):
+    """From 128 KiB on that is done in a thread."""
+    ids = [7] * 100_000
+    assert http.post(f"{gateway}/v1/completions", json={"prompt": ids}).status_code == 200
+    assert list(engine.calls[-1].request.token_ids.ids) == ids
+    bad = http.post(f"{gateway}/v1/completions", json={"prompt": ids, "top_p": 2})
+    assert (bad.status_code, error_of(bad)["param"]) == (400, "top_p")
