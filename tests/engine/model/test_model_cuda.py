@@ -1,5 +1,7 @@
 """The torch path on a GPU: the same tokens, and logits that agree; skipped where there is none."""
 
+import gc
+
 import pytest
 import torch
 
@@ -7,6 +9,14 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def clean_device() -> None:
+    """What earlier tests held of the device counts against the budget of this process: it is given back first."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 @pytest.mark.parametrize(
