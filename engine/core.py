@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.messages import CoreStats
+from engine.request import FinishReason
 from engine.scheduler import Scheduler, SequenceUpdate
 from engine.static_scheduler import StaticScheduler
 from engine.step import Step, StepResult
@@ -84,6 +85,10 @@ class EngineCore:
             return self._fail(step, error)
         computed = time.perf_counter()
         updates = self.scheduler.update(step, result)
+        if result.failed:
+            for update in updates:
+                if update.finish is FinishReason.ERROR:
+                    logger.error("request %s, sequence %d: %s", update.request_id, update.index, update.message)
         self._stats.execute_seconds += computed - scheduled
         self._stats.process_seconds += time.perf_counter() - computed
         return updates

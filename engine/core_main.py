@@ -18,6 +18,8 @@ from engine.core_server import CoreServer
 from engine.model.errors import ModelError
 from engine.process import config_from_json
 
+logger = logging.getLogger(__name__)
+
 _LOG_FORMAT = "%(asctime)s %(levelname)s core %(name)s: %(message)s"
 
 
@@ -34,6 +36,10 @@ def main() -> int:
         core, info = build_core(config_from_json(settings["config"]), progress=settings["progress"])
     except (ModelError, ValueError) as error:
         _answer(reply, error=str(error))
+        return 1
+    except (RuntimeError, MemoryError) as error:  # torch, above all for want of memory, or a user's logits processor
+        logger.exception("the engine could not be made")
+        _answer(reply, error=f"{type(error).__name__}: {error}")
         return 1
     server = CoreServer(core, info, Path(sys.argv[1]), lifeline=sys.stdin.buffer)
     signal.signal(signal.SIGTERM, lambda _signal, _frame: server.stop())

@@ -5,6 +5,7 @@ compute. A client that goes away has its requests aborted; the kernel tells at o
 died.
 """
 
+import contextlib
 import logging
 import selectors
 import socket
@@ -100,7 +101,8 @@ class CoreServer:
     def stop(self) -> None:
         """Ends `run` at the next step boundary. Safe in a signal handler."""
         self._stopping = True
-        self._wake_in.send(b"\0")
+        with contextlib.suppress(OSError):  # closed: `run` has ended meanwhile
+            self._wake_in.send(b"\0")
 
     def run(self) -> None:
         """Serves until `stop` is called or the lifeline ends."""

@@ -142,6 +142,7 @@ async def test_ctrl_c_is_left_to_the_parent(config: EngineConfig) -> None:
     [
         ({"model": Path("/nowhere/at/all")}, "/nowhere/at/all"),
         ({"logits_processors": ("no_such_module:Class",)}, "no_such_module"),
+        ({"logits_processors": ("unittest.mock:Mock",)}, "unittest.mock:Mock returned Mock, not a tensor"),
     ],
 )
 async def test_what_cannot_start_says_why(config: EngineConfig, changed: dict[str, object], named: str) -> None:

@@ -378,6 +378,11 @@ async def test_a_client_that_talks_nonsense_is_dropped_and_nobody_else(served: S
         assert (await read(await client.submit(request("a", max_tokens=3))))[0] == continuation((1, 2, 3), 3)
 
 
+def test_it_may_be_told_to_stop_when_it_has_stopped(served: Served) -> None:
+    served.stop()
+    served.server.stop()
+
+
 def test_frames_survive_any_fragmentation() -> None:
     payloads = [b"", b"a", b"b" * 300]
     wire = b"".join(map(to_frame, payloads))
