@@ -34,7 +34,7 @@ class StaticScheduler(Scheduler):
         if self._prefilling or self._padding:
             self._prefill(plan)
             self._pad_prompts(plan)
-        else:
+        if not plan.works:
             self._decode(plan, tuple(self._decoding))
             self._pad_ended(plan)
         return self._close(plan)

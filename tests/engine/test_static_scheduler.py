@@ -78,3 +78,15 @@ def test_aborts_and_failures_leave_nothing(harness, turns, depth):
     engine.run().check_outputs()
     engine.check_idle()
     assert engine.finish.get(("d", 0)) in (FinishReason.LENGTH, FinishReason.ERROR)
+
+
+def test_the_longest_prompt_is_aborted_while_it_is_computed(harness):
+    """The others have no padding to wait for any more: the very next step decodes."""
+    engine = harness(static=True, max_num_batched_tokens=8)
+    engine.add("a", prompt(4, 1), max_tokens=3, ignore_eos=True)
+    engine.add("b", prompt(10, 2), max_tokens=3, ignore_eos=True)
+    engine.turn()
+    engine.abort("b")
+    assert len(engine.turn().samples) == 1
+    engine.run().check_outputs()
+    engine.check_idle()
