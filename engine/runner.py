@@ -188,15 +188,18 @@ class ModelRunner:
         return torch.stack((tokens, failed.long()))
 
     def _affordable_pages(self, config: EngineConfig) -> int:
-        budget = config.memory_budget
-        if self.device.type == "cpu":
-            budget = _CPU_BUDGET if budget is None else budget
+        on_cpu = self.device.type == "cpu"
+        if on_cpu:
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-            left = int(budget * memory) if isinstance(budget, float) else budget
         else:
-            budget = _CUDA_BUDGET if budget is None else budget
             memory = torch.cuda.get_device_properties(self.device).total_memory
-            left = (int(budget * memory) if isinstance(budget, float) else budget) - self._peak_bytes(config)
+        budget = config.memory_budget
+        if budget is None:
+            budget = min(_CPU_BUDGET, memory) if on_cpu else _CUDA_BUDGET
+        allowed = int(budget * memory) if isinstance(budget, float) else budget
+        if allowed > memory:  # a pool on the CPU takes its memory only when it fills: it would die then, not now
+            raise ModelError(f"memory_budget is {allowed} bytes, and the device has {memory}")
+        left = allowed if on_cpu else allowed - self._peak_bytes(config)
         pages = left // self.page_bytes
         if pages < 1:
             raise ModelError(
@@ -254,7 +257,9 @@ def _device(name: str) -> torch.device:
 def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if config.dtype != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
-    native = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_computes_bfloat16()
+    native = (
+        torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else cpu_computes_bfloat16()
+    )
     return torch.bfloat16 if native else torch.float32
 
 

@@ -176,6 +176,7 @@ def test_pool_size(llama, tools):
     ("settings", "message"),
     [
         ({"memory_budget": 10_000}, "memory_budget"),
+        ({"memory_budget": 1 << 60}, "memory_budget is 1152921504606846976 bytes, and the device has"),
         ({"max_model_len": 513}, "max_model_len \\(513\\) is beyond the model's window of 512"),
         ({"device": "abacus"}, "device 'abacus'"),
     ],
