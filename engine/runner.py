@@ -3,6 +3,7 @@
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
         self.device = _device(config.device)
         if self.device.type == "cpu":
-            torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+            torch.set_num_threads(config.threads or _usable_cores())
         checkpoint = open_checkpoint(config.model)
         self.model_config: ModelConfig = checkpoint.config
         self.max_model_len = _max_model_len(config, self.model_config)
@@ -164,6 +165,7 @@ class ModelRunner:
             self._page_table,
             page_size=self._page_size,
             group=model.num_heads // model.num_kv_heads,
+            dtype=self.dtype,
             windows=model.layer_windows,
         )
         return self._decoder.forward(tokens, positions, self._kv_cache, plan)
@@ -222,6 +224,7 @@ class ModelRunner:
             table,
             page_size=size,
             group=model.num_heads // model.num_kv_heads,
+            dtype=self.dtype,
             windows=model.layer_windows,
         )
         positions = torch.arange(length, device=self.device).repeat(len(counts))
@@ -240,6 +243,17 @@ class ModelRunner:
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
         # numpy's zeros are the system's: memory is taken when a page is first written, not now.
         return torch.from_numpy(np.zeros(pages * self.page_bytes, np.uint8)).view(self.dtype).view(shape)
+
+
+def _usable_cores() -> int:
+    """Cores that this process may use: its affinity, and the CPU quota of its container (cgroup v2)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota_file = Path("/sys/fs/cgroup/cpu.max")
+    if quota_file.exists():
+        quota, period = quota_file.read_text().split()
+        if quota != "max":
+            cores = min(cores, math.ceil(int(quota) / int(period)))
+    return cores
 
 
 def _device(name: str) -> torch.device:

@@ -47,7 +47,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tiles that are computed together: B tiles of up to Q queries over up to P pages.
+    """Tiles that are computed together: B tiles of up to Q queries over up to P pages (S tokens).
 
     Args:
         tokens: (B, Q) where the queries are in the step's T tokens; padding repeats a tile's last query.
@@ -56,7 +56,9 @@ class Bucket:
         first_keys: (B, 1) position of the first token of the first page.
         beyond: tokens of the B * P pages (flat) that no query of the tile may read: stale content.
         valid: which of the B * Q outputs (flat) are no padding, and `targets`: the token each belongs to.
-        mask: (B, 1, Q * G, S) bool, True where a query sees a key; None where it is too large to be kept.
+        in_order: the outputs are the step's tokens, all and in order: nothing is to be picked out or put back.
+        mask: (B, 1, Q * G, S), added to the scores: 0 where a query sees a key, else -inf; None where it is too large
+            to be kept.
     """
 
     tokens: Tensor
@@ -66,6 +68,7 @@ class Bucket:
     beyond: Tensor
     valid: Tensor
     targets: Tensor
+    in_order: bool
     mask: Tensor | None
 
 
@@ -82,12 +85,23 @@ class AttentionPlan:
     buckets: dict[int | None, tuple[Bucket, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What tiles and masks depend on besides the queries."""
+
+    window: int | None
+    page_size: int
+    group: int
+    dtype: torch.dtype
+
+
 def plan_attention(
     queries: Sequence[Query],
     page_table: Tensor,
     *,
     page_size: int,
     group: int,
+    dtype: torch.dtype,
     windows: Sequence[int | None] = (None,),
 ) -> AttentionPlan:
     """Makes the plan of a step.
@@ -97,6 +111,7 @@ def plan_attention(
         page_table: (rows, max_pages) integers on the device that computes; entries that no query reaches may hold any
             page that exists.
         group: G, query heads for each KV head.
+        dtype: of the queries.
         windows: the windows of the model's layers.
     """
     device = page_table.device
@@ -110,10 +125,10 @@ def plan_attention(
     slots = pages * page_size + _put(positions % page_size, device)
     buckets: dict[int | None, tuple[Bucket, ...]] = {}
     for window in dict.fromkeys(windows):
-        tiles = _tiles(np.stack((rows, starts, lengths, firsts)), window, page_size, group)
+        shape = _Shape(window, page_size, group, dtype)
+        tiles = _tiles(np.stack((rows, starts, lengths, firsts)), shape)
         buckets[window] = tuple(
-            _bucket(tiles[:, members], page_table, window, page_size, group)
-            for members in _grouped(tiles, group, page_size)
+            _bucket(tiles[:, part], page_table, shape, len(slots)) for part in _grouped(tiles, shape)
         )
     return AttentionPlan(slots, buckets)
 
@@ -132,49 +147,58 @@ def paged_attention(
     Returns:
         (T, heads, head_dim).
     """
+    shape = _Shape(window, kv_cache.shape[1], q.shape[1] // kv_cache.shape[3], q.dtype)
+    buckets = plan.buckets[window]
+    if len(buckets) == 1 and buckets[0].in_order:
+        return _attend(q, kv_cache, buckets[0], shape, scale)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    kv_heads, head_dim = kv_cache.shape[-2:]
-    group = q.shape[1] // kv_heads
-    for bucket in plan.buckets[window]:
-        size, length = bucket.tokens.shape
-        kv = kv_cache.index_select(0, bucket.pages.flatten())  # (B * P, page_size, 2, kv_heads, head_dim)
-        kv.flatten(0, 1).index_fill_(0, bucket.beyond, 0)
-        k, v = kv.view(size, -1, 2, kv_heads, head_dim).permute(2, 0, 3, 1, 4)  # (B, kv_heads, S, head_dim) each
-        queries = q.index_select(0, bucket.tokens.flatten()).view(size, length, kv_heads, group, head_dim)
-        # The group joins the queries, so that each KV head is read once for all its query heads.
-        queries = queries.transpose(1, 2).reshape(size, kv_heads, length * group, head_dim)
-        mask = bucket.mask
-        if mask is None:
-            mask = _mask(bucket.positions, bucket.first_keys, k.shape[2], window, group)
-        attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale)
-        attended = attended.view(size, kv_heads, length, group, head_dim).transpose(1, 2)
-        attended = attended.reshape(size * length, *q.shape[1:])
-        if bucket.valid.shape[0] != size * length:
+    for bucket in buckets:
+        queries = q.index_select(0, bucket.tokens.flatten())
+        attended = _attend(queries, kv_cache, bucket, shape, scale)
+        if bucket.valid.shape[0] != attended.shape[0]:
             attended = attended.index_select(0, bucket.valid)
         out.index_copy_(0, bucket.targets, attended)
     return out
 
 
-def _tiles(queries: Ints, window: int | None, page_size: int, group: int) -> Ints:
+def _attend(q: Tensor, kv_cache: Tensor, bucket: Bucket, shape: _Shape, scale: float | None) -> Tensor:
+    """Attention of one bucket: q and the result are (B * Q, heads, head_dim)."""
+    size, length = bucket.tokens.shape
+    kv_heads, head_dim = kv_cache.shape[-2:]
+    kv = kv_cache.index_select(0, bucket.pages.flatten())  # (B * P, page_size, 2, kv_heads, head_dim)
+    kv.flatten(0, 1).index_fill_(0, bucket.beyond, 0)
+    k, v = kv.view(size, -1, 2, kv_heads, head_dim).permute(2, 0, 3, 1, 4)  # (B, kv_heads, S, head_dim) each
+    # The group joins the queries, so that each KV head is read once for all its query heads.
+    queries = q.view(size, length, kv_heads, shape.group, head_dim).transpose(1, 2)
+    queries = queries.reshape(size, kv_heads, length * shape.group, head_dim)
+    mask = bucket.mask
+    if mask is None:
+        mask = _mask(bucket.positions, bucket.first_keys, k.shape[2], shape)
+    attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale)
+    attended = attended.view(size, kv_heads, length, shape.group, head_dim).transpose(1, 2)
+    return attended.reshape(size * length, -1, head_dim)
+
+
+def _tiles(queries: Ints, shape: _Shape) -> Ints:
     """Cuts the queries, (row, start, length, first token in the step), into tiles.
 
     Returns the same four of each tile, the first page that it reads, and how many pages.
     """
     rows, starts, lengths, firsts = queries
     contexts = starts + lengths
-    longest = np.minimum(_TILE, np.maximum(16, _MAX_PAIRS // (contexts * group)))
+    longest = np.minimum(_TILE, np.maximum(16, _MAX_PAIRS // (contexts * shape.group)))
     counts = -(-lengths // longest)
     offsets = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * np.repeat(longest, counts)
     tile_starts = np.repeat(starts, counts) + offsets
     tile_lengths = np.minimum(np.repeat(longest, counts), np.repeat(lengths, counts) - offsets)
-    first_keys = np.zeros_like(tile_starts) if window is None else np.maximum(0, tile_starts - window + 1)
-    first_pages = first_keys // page_size
-    num_pages = -(-(tile_starts + tile_lengths) // page_size) - first_pages
+    first_keys = np.maximum(0, tile_starts - shape.window + 1) if shape.window else np.zeros_like(tile_starts)
+    first_pages = first_keys // shape.page_size
+    num_pages = -(-(tile_starts + tile_lengths) // shape.page_size) - first_pages
     tile_tokens = np.repeat(firsts, counts) + offsets
     return np.stack((np.repeat(rows, counts), tile_starts, tile_lengths, tile_tokens, first_pages, num_pages))
 
 
-def _grouped(tiles: Ints, group: int, page_size: int) -> list[Ints]:
+def _grouped(tiles: Ints, shape: _Shape) -> list[Ints]:
     """Which tiles are computed together: those whose lengths round up to the same powers of two, within the limits."""
     lengths, num_pages = tiles[2], tiles[5]
     query_class = np.ceil(np.log2(lengths)).astype(np.int64)
@@ -183,28 +207,29 @@ def _grouped(tiles: Ints, group: int, page_size: int) -> list[Ints]:
     groups = []
     for which in range(classes.max(initial=-1) + 1):
         members = np.flatnonzero(classes == which)
-        members = members[np.argsort(num_pages[members], kind="stable")]
-        keys = int(num_pages[members].max()) * page_size
-        pairs = keys * int(lengths[members].max()) * group
+        keys = int(num_pages[members].max()) * shape.page_size
+        pairs = keys * int(lengths[members].max()) * shape.group
         most = max(1, min(_MAX_GATHERED // keys, _MAX_PAIRS // pairs))
+        if most < len(members):
+            members = members[np.argsort(num_pages[members], kind="stable")]
         groups += [members[at : at + most] for at in range(0, len(members), most)]
     return groups
 
 
-def _bucket(tiles: Ints, page_table: Tensor, window: int | None, page_size: int, group: int) -> Bucket:
+def _bucket(tiles: Ints, page_table: Tensor, shape: _Shape, num_tokens: int) -> Bucket:
     device = page_table.device
     rows, starts, lengths, tokens, first_pages, num_pages = tiles[:, :, None]  # (B, 1) each
     steps = np.arange(lengths.max())
     within = np.minimum(steps, lengths - 1)  # (B, Q)
     slots = np.minimum(first_pages + np.arange(num_pages.max()), page_table.shape[1] - 1)  # (B, P)
-    num_keys = int(num_pages.max()) * page_size
-    first_keys = first_pages * page_size
+    num_keys = int(num_pages.max()) * shape.page_size
+    first_keys = first_pages * shape.page_size
     beyond = np.flatnonzero(first_keys + np.arange(num_keys) >= starts + lengths)
     valid = np.flatnonzero(steps < lengths)
     token_at = tokens + within
     positions = _put(starts + within, device)
     first = _put(first_keys, device)
-    keep = positions.numel() * group * num_keys <= _KEPT_MASK
+    keep = positions.numel() * shape.group * num_keys <= _KEPT_MASK
     return Bucket(
         tokens=_put(token_at, device),
         positions=positions,
@@ -213,17 +238,19 @@ def _bucket(tiles: Ints, page_table: Tensor, window: int | None, page_size: int,
         beyond=_put(beyond, device),
         valid=_put(valid, device),
         targets=_put(token_at.ravel()[valid], device),
-        mask=_mask(positions, first, num_keys, window, group) if keep else None,
+        in_order=np.array_equal(token_at.ravel(), np.arange(num_tokens)),
+        mask=_mask(positions, first, num_keys, shape) if keep else None,
     )
 
 
-def _mask(positions: Tensor, first_keys: Tensor, num_keys: int, window: int | None, group: int) -> Tensor:
-    """(B, 1, Q * G, S) bool: key at or before the query, and fewer than `window` tokens back."""
+def _mask(positions: Tensor, first_keys: Tensor, num_keys: int, shape: _Shape) -> Tensor:
+    """(B, 1, Q * G, S): 0 where the key is at or before the query and fewer than `window` tokens back, else -inf."""
     keys = (first_keys + torch.arange(num_keys, device=positions.device))[:, None]  # (B, 1, S)
-    seen = keys <= positions[:, :, None]  # (B, Q, S)
-    if window is not None:
-        seen &= keys > positions[:, :, None] - window
-    return seen.repeat_interleave(group, 1)[:, None]
+    hidden = keys > positions[:, :, None]  # (B, Q, S)
+    if shape.window is not None:
+        hidden |= keys <= positions[:, :, None] - shape.window
+    mask = torch.zeros(hidden.shape, dtype=shape.dtype, device=positions.device).masked_fill_(hidden, -torch.inf)
+    return mask.repeat_interleave(shape.group, 1)[:, None]
 
 
 def _put(array: Ints, device: torch.device) -> Tensor:

@@ -43,7 +43,7 @@ def check(shapes, *, head_dim=64, group=3, kv_heads=2, window=None, fill=torch.n
         sequences.append((k, v))
     queries = [Query(row, start, length) for row, (start, length) in enumerate(shapes)]
     cache, table = cache.to(device), table.to(device)
-    plan = plan_attention(queries, table, page_size=PAGE, group=group, windows=(None, window))
+    plan = plan_attention(queries, table, page_size=PAGE, group=group, dtype=torch.float32, windows=(None, window))
     new_k = torch.cat([k[start:] for (start, _), (k, _) in zip(shapes, sequences, strict=True)])
     new_v = torch.cat([v[start:] for (start, _), (_, v) in zip(shapes, sequences, strict=True)])
     write_kv(new_k.to(device), new_v.to(device), cache, plan.slots)
@@ -93,7 +93,7 @@ def test_buckets_bound_the_waste():
     lengths = [1 + (8191 * i * i) // (255 * 255) for i in range(256)]
     table = torch.zeros(256, 512, dtype=torch.int32)
     queries = [Query(row, length - 1, 1) for row, length in enumerate(lengths)]
-    buckets = plan_attention(queries, table, page_size=PAGE, group=3).buckets[None]
+    buckets = plan_attention(queries, table, page_size=PAGE, group=3, dtype=torch.float32).buckets[None]
     gathered = sum(bucket.pages.numel() for bucket in buckets)
     needed = sum(max(8, -(-length // PAGE)) for length in lengths)
     assert gathered <= 2 * needed
@@ -104,7 +104,7 @@ def test_buckets_bound_the_waste():
 def test_a_window_reads_only_its_pages():
     """A row's pages before the window are not gathered."""
     table = torch.zeros(1, 512, dtype=torch.int32)
-    plan = plan_attention([Query(0, 8000, 1)], table, page_size=PAGE, group=1, windows=(100, None))
+    plan = plan_attention([Query(0, 8000, 1)], table, page_size=PAGE, group=1, dtype=torch.float32, windows=(100, None))
     assert plan.buckets[100][0].pages.shape[1] <= 8
     assert plan.buckets[None][0].pages.shape[1] == 501
 
