@@ -1,6 +1,7 @@
 """What every request passes first: its label, the key check, and the counting at the end. Pure ASGI, so that
 disconnects and streams go through untouched."""
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -12,7 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import ApiError
+from gateway.errors import ApiError, going_down
 from gateway.metrics import Metrics
 
 OPEN_PATHS = frozenset({"/health", "/livez"})
@@ -43,11 +44,12 @@ class Edge:
         state["request_id"] = label = clean_label(headers.get("x-request-id", ""))
         state["arrival"] = arrival = time.monotonic()
         status = 500
+        begun = False
 
         async def send_labelled(message: Message) -> None:
-            nonlocal status
+            nonlocal status, begun
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, begun = message["status"], True
                 MutableHeaders(scope=message)["x-request-id"] = label
             await send(message)
 
@@ -58,6 +60,12 @@ class Edge:
                 text = "Missing or wrong API key: send Authorization: Bearer KEY."
                 error = ApiError(401, text, code="invalid_api_key")
                 await JSONResponse(error.body(), 401, error.headers())(scope, receive, send_labelled)
+        except asyncio.CancelledError:
+            # Only the end of a drain cancels requests. (A stream has said it itself, behind its head.)
+            if begun:
+                raise
+            error = going_down()
+            await JSONResponse(error.body(), error.status, error.headers())(scope, receive, send_labelled)
         finally:
             path = getattr(scope.get("route"), "path", "other")
             shown = CLIENT_GONE if state.get("client_gone") else status

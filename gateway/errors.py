@@ -90,6 +90,11 @@ def no_engine() -> ApiError:
     return ApiError(503, UNAVAILABLE_TEXT, "server_error", code="unavailable", retry_after=RETRY_SECONDS)
 
 
+def going_down() -> ApiError:
+    """How requests end that still run when the gateway's own drain is over."""
+    return ApiError(503, "The server is going down.", "server_error", code="draining", retry_after=RETRY_SECONDS)
+
+
 def internal_error() -> ApiError:
     """The answer to a fault of the server's own: it tells nothing of the inside."""
     return ApiError(500, INTERNAL_TEXT, "server_error", code="internal_error")

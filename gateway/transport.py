@@ -9,9 +9,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import ApiError
+from gateway.errors import ApiError, going_down
 from gateway.schemas import parse_json
-from gateway.sse import HEARTBEAT
+from gateway.sse import HEARTBEAT, event
 
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -74,9 +74,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         return task.result()
     finally:
         watch.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)  # its error too is known then, whoever was first
 
 
 class EventStream(Response):
@@ -90,6 +89,7 @@ class EventStream(Response):
         self._heartbeat = heartbeat_seconds
         self._close = close
         self._last = 0.0
+        self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Leaves `client_gone` in the request's state when the client did not stay to the end."""
@@ -97,11 +97,16 @@ class EventStream(Response):
             await unless_gone(receive, self._stream(send))
         except ClientDisconnect:
             scope["state"]["client_gone"] = True
+        except asyncio.CancelledError:  # the drain is over
+            if not self._begun:
+                raise
+            await send({"type": "http.response.body", "body": event(going_down().body()), "more_body": False})
         finally:
             self._close()
 
     async def _stream(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._begun = True
         self._last = time.monotonic()
         beat = asyncio.create_task(self._beat(send))
         try:

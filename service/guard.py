@@ -67,6 +67,13 @@ class Guard(grpc.aio.ServerInterceptor):
         name = method.rpartition("/")[2]
 
         async def guarded(payload: bytes, context: Context) -> Any:
+            try:
+                return await answered(payload, context)
+            except grpc.aio.InternalError as error:
+                # The caller went while it was answered. To grpc, which logs it with a traceback, that were a fault.
+                raise asyncio.CancelledError from error
+
+        async def answered(payload: bytes, context: Context) -> Any:
             code = "OK"
             try:
                 if refusal is not None:
@@ -85,6 +92,9 @@ class Guard(grpc.aio.ServerInterceptor):
                 raise
             except grpc.aio.AbortError:
                 code = context.code().name
+                raise
+            except grpc.aio.InternalError:
+                code = "CANCELLED"
                 raise
             except Exception:  # the one place that turns the unexpected into a status
                 code = "INTERNAL"

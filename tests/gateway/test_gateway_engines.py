@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import json
 import time
 from importlib.metadata import version
 
@@ -247,3 +248,25 @@ def test_stopping_lets_running_streams_finish(own_engines, start_gateway, kit, w
         rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert not engine.calls[0].cancelled.is_set()
+
+
+def test_what_outlasts_the_drain_is_told_so(own_engines, start_gateway, kit, tmp_path):
+    engine = own_engines()
+    engine.script = kit.hangs(kit.accepted(), kit.delta("x"))
+    with httpx.Client(timeout=20) as own, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with start_gateway(engines=[engine.address], shutdown_seconds=1) as url:
+            path = f"{url}/v1/chat/completions"
+            streamed = own.send(own.build_request("POST", path, json=kit.CHAT | {"stream": True}), stream=True)
+            whole = pool.submit(httpx.post, path, json=kit.CHAT, timeout=20)
+            kit.wait_until(lambda: len(engine.calls) == 2, what="both calls")
+            lines = streamed.iter_lines()
+            while '"content":"x"' not in next(lines):
+                pass
+        last = [line for line in lines if line][-1]
+        error = {"message": "The server is going down.", "type": "server_error", "param": None, "code": "draining"}
+        assert json.loads(last.removeprefix("data: ")) == {"error": error}
+        answer = whole.result()
+        assert (answer.status_code, answer.json()) == (503, {"error": error})
+        assert answer.headers["retry-after"] == "1"
+    assert all(call.cancelled.wait(10) for call in engine.calls)
+    assert "Traceback" not in (tmp_path / "gateway.log").read_text()

@@ -12,6 +12,7 @@ import time
 import urllib.request
 from asyncio.subprocess import PIPE
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -20,6 +21,9 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from engine.request import FinishReason
 from fulcrum.v1 import inference_pb2 as pb
+from service.auth import Authenticator
+from service.errors import draining
+from service.guard import Guard
 from service.server import ADMIN, INFERENCE
 
 Status = health_pb2.HealthCheckResponse
@@ -425,3 +429,23 @@ async def test_metrics(make_core, serving):
 def test_importing_the_service_loads_no_torch():
     code = "import service, service.config, sys; assert not {'torch', 'tokenizers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+async def test_a_caller_that_goes_while_it_is_refused_is_no_fault():
+    """Of an exception other than a cancel grpc would write a traceback to the log."""
+
+    class Gone:
+        async def abort(self, code, message, trailers):
+            raise grpc.aio.InternalError("the call has ended")
+
+    async def refuse(request, context):
+        raise draining()
+
+    async def continuation(details):
+        return grpc.unary_stream_rpc_method_handler(refuse, pb.GenerateRequest.FromString)
+
+    guard = Guard(Authenticator((), None))
+    handler = await guard.intercept_service(continuation, SimpleNamespace(method="/x/Generate", invocation_metadata=()))
+    with pytest.raises(asyncio.CancelledError):
+        await handler.unary_stream(b"", Gone())
+    assert guard.calls == {("Generate", "UNAVAILABLE"): 1}
