@@ -28,6 +28,7 @@ class EngineConfig:
         chunked_prefill: let a prompt be computed over several steps beside decodes.
         logits_processors: "package.module:Class" of user logits processors, applied in order.
         threads: torch threads on the CPU (None: the cores this process may use).
+        seed: of dummy weights (None: 0), and of the seeds minted for requests without one (None: new at every start).
     """
 
     model: Path
@@ -44,7 +45,7 @@ class EngineConfig:
     chunked_prefill: bool = True
     logits_processors: tuple[str, ...] = ()
     threads: int | None = None
-    seed: int = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         """Raises: ValueError naming the field that is out of range."""

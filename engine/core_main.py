@@ -13,8 +13,6 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from engine.build import build_core
-from engine.core_server import CoreServer
 from engine.model.errors import ModelError
 from engine.process import config_from_json
 
@@ -24,9 +22,13 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s core %(name)s: %(message)s"
 
 
 def main() -> int:
-    """Serves until SIGTERM or the parent's end. Returns the exit status."""
+    """Serves until standard input ends. Returns the exit status."""
     # Ctrl-C goes to the whole process group; the parent decides when the core ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Only now: to import torch takes seconds.
+    from engine.build import build_core
+    from engine.core_server import CoreServer
+
     # The reply must be alone on its pipe: whatever a library prints goes to standard error.
     reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -42,7 +44,8 @@ def main() -> int:
         _answer(reply, error=f"{type(error).__name__}: {error}")
         return 1
     server = CoreServer(core, info, Path(sys.argv[1]), lifeline=sys.stdin.buffer)
-    signal.signal(signal.SIGTERM, lambda _signal, _frame: server.stop())
+    # A service manager sends it to all processes at once: the parent drains first, and needs the core for that.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # What exists now lives as long as the process: the collector need not look at it again.
     gc.collect()
     gc.freeze()

@@ -111,9 +111,10 @@ class CoreServer:
                 self._poll(block=not self._core.has_work)
                 self._flush()
                 if self._core.has_work:
+                    began = time.monotonic()
                     self._route(self._core.turn())
                     self._flush()
-                self._log.tick()
+                    self._log.tick(time.monotonic() - began)
         finally:
             for connection in list(self._connections.values()):
                 self._drop(connection, "the core stops")
@@ -286,29 +287,29 @@ class CoreServer:
 
 
 class _ThroughputLog:
-    """A line every 10 s while busy."""
+    """A line every 10 s while busy; its rates are over the busy time alone."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._due = time.monotonic() + _LOG_EVERY_SECONDS
-        self._last = (time.monotonic(), 0, 0)
+        self._busy = 0.0
+        self._prefilled = self._generated = 0
 
-    def tick(self) -> None:
+    def tick(self, seconds: float) -> None:
+        """Called after every turn, with how long it took."""
+        self._busy += seconds
         now = time.monotonic()
         if now < self._due:
             return
-        self._due = now + _LOG_EVERY_SECONDS
         stats = self._core.stats()
-        then, prefilled, generated = self._last
-        self._last = (now, stats.prefill_tokens, stats.generated_tokens)
-        if stats.prefill_tokens == prefilled and stats.generated_tokens == generated:
-            return
         logger.info(
             "running %d, waiting %d, prefill %.0f tokens/s, decode %.0f tokens/s, KV in use %.1f%%, prefix hits %.1f%%",
             stats.running_sequences,
             stats.waiting_sequences,
-            (stats.prefill_tokens - prefilled) / (now - then),
-            (stats.generated_tokens - generated) / (now - then),
+            (stats.prefill_tokens - self._prefilled) / self._busy,
+            (stats.generated_tokens - self._generated) / self._busy,
             100 * stats.used_pages / max(1, stats.total_pages),
             100 * stats.prefix_hit_tokens / max(1, stats.prefix_query_tokens),
         )
+        self._due, self._busy = now + _LOG_EVERY_SECONDS, 0.0
+        self._prefilled, self._generated = stats.prefill_tokens, stats.generated_tokens

@@ -42,6 +42,7 @@ class CoreProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, socket: Path) -> None:
         self._process = process
+        self._serves = False
         self.socket = socket
         self.pid = process.pid
 
@@ -86,19 +87,23 @@ class CoreProcess:
         error = json.loads(line)["error"]
         if error is not None:
             raise ModelError(error)
+        self._serves = True
 
     async def wait(self) -> int:
         """Returns the exit status when the process has ended (negative: the signal that killed it)."""
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """Ends the process: SIGTERM, and SIGKILL after 10 s."""
+        """Ends the process: by the end of its standard input (SIGTERM while it starts), and SIGKILL after 10 s."""
         if self._process.returncode is not None:
             return
-        self._process.terminate()
+        if self._serves and self._process.stdin is not None:
+            self._process.stdin.close()
+        else:
+            self._process.terminate()
         try:
             await asyncio.wait_for(self._process.wait(), _STOP_SECONDS)
         except TimeoutError:
-            logger.warning("the engine core did not end within %g s of SIGTERM: killing it", _STOP_SECONDS)
+            logger.warning("the engine core did not end within %g s: killing it", _STOP_SECONDS)
             self._process.kill()
             await self._process.wait()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.logits import load_logits_processors
+from engine.malloc import keep_freed_memory
 from engine.model.checkpoint import open_checkpoint
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
@@ -60,6 +61,7 @@ class ModelRunner:
         self.device = _device(config.device)
         if self.device.type == "cpu":
             torch.set_num_threads(config.threads or _usable_cores())
+            keep_freed_memory()
         checkpoint = open_checkpoint(config.model)
         self.model_config: ModelConfig = checkpoint.config
         self.max_model_len = _max_model_len(config, self.model_config)
@@ -67,7 +69,7 @@ class ModelRunner:
         with torch.inference_mode():
             self._decoder = Decoder(self.model_config, self.dtype, self.device)
             if config.load_format == "dummy":
-                fill_dummy(self._decoder, config.seed)
+                fill_dummy(self._decoder, config.seed or 0)
             else:
                 load_weights(self._decoder, checkpoint, progress=progress)
             self._page_size = config.page_size

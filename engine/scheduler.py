@@ -78,7 +78,7 @@ class Scheduler:
         eos_token_ids: end a sequence, unless it ignores them.
         prefix_cache: share the pages of equal prefixes.
         chunked_prefill: cut prompts to the budget that decodes leave.
-        seed: of the seeds minted for requests without one.
+        seed: of the seeds minted for requests without one (None: new at every start).
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Scheduler:
         eos_token_ids: SequenceOf[int],
         prefix_cache: bool = True,
         chunked_prefill: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         self.draining = False
         self._limits = Limits(max_model_len, vocab_size, num_pages * page_size)

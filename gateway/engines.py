@@ -18,7 +18,7 @@ from gateway.errors import internal_error, no_engine
 
 logger = logging.getLogger(__name__)
 
-MESSAGE_BYTES = 64 << 20
+MESSAGE_BYTES = 16 << 20  # the service's limit
 OPTIONS = [
     # Each channel its own connection: the engine may be several processes behind one port.
     ("grpc.use_local_subchannel_pool", 1),

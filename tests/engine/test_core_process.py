@@ -129,10 +129,11 @@ async def test_it_ends_when_its_parent_is_killed(config: EngineConfig) -> None:
     await gone(pid)
 
 
-async def test_ctrl_c_is_left_to_the_parent(config: EngineConfig) -> None:
+async def test_signals_to_all_processes_are_left_to_the_parent(config: EngineConfig) -> None:
     async with CoreProcess.start(config, progress=False) as core:
         client = await CoreClient.connect(core.socket)
         os.kill(core.pid, signal.SIGINT)
+        os.kill(core.pid, signal.SIGTERM)
         assert (await client.stats()).live_requests == 0
         await client.close()
 
