@@ -161,7 +161,7 @@ class FakeCore:
     async def until(self, met: Callable[[], bool]) -> None:
         """Waits for something that only time can bring; the test's own limit ends it."""
         async with asyncio.timeout(20):
-            while not met():  # noqa: ASYNC110
+            while not met():
                 await asyncio.sleep(0.005)
 
     def _check(self) -> None:
