@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import socket
 import stat
 import tempfile
 from collections.abc import Callable
@@ -174,6 +175,8 @@ def _bind(server: grpc.aio.Server, address: str, cleanup: AsyncExitStack) -> str
             raise OSError(f"cannot listen on {address}: {error}") from error
         return f"{address.rpartition(':')[0]}:{port}"
     path = unix_path(address)
+    if _answers(path):  # grpc would take the name over, and leave the other server without
+        raise OSError(f"cannot listen on {address}: another server does")
     earlier = os.umask(0o177)
     try:
         server.add_insecure_port(f"unix:{path}")
@@ -183,6 +186,16 @@ def _bind(server: grpc.aio.Server, address: str, cleanup: AsyncExitStack) -> str
         os.umask(earlier)
     cleanup.callback(path.unlink, missing_ok=True)
     return f"unix:{path}"
+
+
+def _answers(path: Path) -> bool:
+    """Whether somebody listens on a Unix socket (a killed server leaves its file behind)."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+    return True
 
 
 def _admin_address(config: ServiceConfig, address: str) -> str | None:

@@ -449,3 +449,15 @@ async def test_a_caller_that_goes_while_it_is_refused_is_no_fault():
     with pytest.raises(asyncio.CancelledError):
         await handler.unary_stream(b"", Gone())
     assert guard.calls == {("Generate", "UNAVAILABLE"): 1}
+
+
+async def test_a_unix_socket_that_is_served_is_not_taken_over_but_a_dead_one_is(make_core, serving, tmp_path):
+    path = tmp_path / "admin.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))  # its file stays
+    async with serving(make_core(), admin_address=f"unix:{path}") as first:
+        with pytest.raises(OSError, match="another server does"):
+            async with serving(make_core(), admin_address=f"unix:{path}"):
+                pass
+        assert (await first.admin.GetStats(pb.GetStatsRequest())).stats.steps == 41
+    assert not path.exists()
