@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from cli import options
+from cli.bench import bench
 
 # In a child: tells the parent where it serves, and ends when the parent does.
 _supervised = click.option("--supervised", is_flag=True, hidden=True)
@@ -140,6 +141,9 @@ def chat(**params: Any) -> None:
     from cli.chat import run_chat
 
     run_chat(params)
+
+
+main.add_command(bench)
 
 
 @main.command("version")

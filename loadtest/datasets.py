@@ -1,0 +1,265 @@
+"""What the requests of a load test hold: real texts, random ones, traces, chats. Knows no server.
+
+ShareGPT, random and custom are sampled by the rules of `vllm bench serve` 0.26, so that the same file and the same seed
+give the same requests. Each function returns chains of prompts in the order in which they are to be sent.
+"""
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loadtest.records import Chain, LoadTestError, Prompt
+from loadtest.tokens import COMMON_IDS, Tokenizer
+
+_BATCH = 128
+_TRACE_BLOCK = 512  # tokens that a hash id of the trace stands for
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """What to sample. Lengths are in tokens.
+
+    Attributes:
+        path: the file, where the data set has one.
+        count: requests.
+        output_len: overrides the data's own.
+        oversample: repeats samples where the file has too few.
+        range_ratio: of random lengths: within (1 - r, 1 + r) of input and output.
+        block: of a trace: tokens that each hash id becomes (the trace has 512); its lengths shrink in proportion.
+        prefixes: of shared-prefix: groups, each with a prefix of its own.
+    """
+
+    path: Path | None = None
+    count: int = 1000
+    seed: int = 0
+    output_len: int | None = None
+    shuffle: bool = True
+    oversample: bool = True
+    random_input_len: int = 1024
+    random_output_len: int = 128
+    range_ratio: tuple[float, float] = (0.0, 0.0)
+    random_prefix_len: int = 0
+    block: int = 16
+    prefixes: int = 64
+    prefix_len: int = 2048
+    suffix_len: int = 128
+    prefix_output_len: int = 256
+
+
+def sharegpt(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain]:
+    """The first two entries of each conversation as prompt and answer, whoever speaks.
+
+    Kept are those with at least 4 tokens in the prompt and in the answer, at most 1024 in the prompt and 2048 in both.
+    """
+    entries = [each["conversations"] for each in _json(sampling) if len(each.get("conversations", ())) >= 2]
+    if sampling.shuffle:
+        random.Random(sampling.seed).shuffle(entries)
+    pairs = [(entry[0]["value"], entry[1]["value"]) for entry in entries]
+    prompts: list[Prompt] = []
+    least = 4 if sampling.output_len is None else 0
+    for batch in _batches(pairs):
+        if len(prompts) >= sampling.count:
+            break
+        inputs = tokenizer().encode([prompt for prompt, _ in batch])
+        outputs = tokenizer().encode([answer for _, answer in batch])
+        for (text, _), prompt, answer in zip(batch, inputs, outputs, strict=True):
+            length = len(answer) if sampling.output_len is None else sampling.output_len
+            if 4 <= len(prompt) <= 1024 and length >= least and len(prompt) + length <= 2048:
+                prompts.append(Prompt(text, length, len(prompt)))
+    return _oversampled(prompts[: sampling.count], sampling)
+
+
+def custom(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain]:
+    """JSON lines with "prompt" and, unless an output length is given, "output_tokens". Sent as they are."""
+    rows = list(_lines(sampling))
+    if sampling.shuffle:
+        random.Random(sampling.seed).shuffle(rows)
+    try:
+        prompts = [
+            Prompt(row["prompt"], int(row["output_tokens"]) if sampling.output_len is None else sampling.output_len)
+            for row in rows[: sampling.count]
+        ]
+    except (KeyError, ValueError) as error:
+        raise LoadTestError(f"{sampling.path}: a line lacks {error} (or give --custom-output-len)") from error
+    return _oversampled(prompts, sampling)
+
+
+def random_texts(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain]:
+    """Texts of so many tokens, with a common prefix of random_prefix_len before them.
+
+    Each is a run of ids in their order from a random one on; its text is cut or extended until it has as many tokens.
+    """
+    import numpy as np
+
+    words, generator = tokenizer(), np.random.default_rng(sampling.seed)
+    ids, count = np.asarray(words.ids), sampling.count
+    length = max(0, sampling.random_input_len - words.specials_added)
+    lows = [math.floor(size * (1 - ratio)) for size, ratio in _sizes(length, sampling)]
+    highs = [math.ceil(size * (1 + ratio)) for size, ratio in _sizes(length, sampling)]
+    if lows[0] + sampling.random_prefix_len < 1:
+        raise LoadTestError("--random-input-len is too small for a prompt of one token")
+    inputs = generator.integers(lows[0], highs[0] + 1, size=count)
+    outputs = generator.integers(max(lows[1], 1), max(highs[1], 1) + 1, size=count)
+    offsets = generator.integers(0, words.vocab_size, size=count)
+    prefix: list[int] = []
+    if sampling.random_prefix_len:
+        drawn = ids[generator.integers(0, len(ids), size=sampling.random_prefix_len)].tolist()
+        ((_, prefix),) = _texts_of_length(words, [drawn], [sampling.random_prefix_len], generator)
+    runs = [prefix + ids[(offsets[i] + i + np.arange(inputs[i])) % len(ids)].tolist() for i in range(count)]
+    lengths = [sampling.random_prefix_len + int(each) for each in inputs]
+    made = _texts_of_length(words, runs, lengths, generator)
+    return [
+        Chain((Prompt(text, int(output), len(tokens) + words.specials_added),))
+        for (text, tokens), output in zip(made, outputs, strict=True)
+    ]
+
+
+def prefix_trace(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain]:
+    """A trace of {"timestamp" (ms), "input_length", "output_length", "hash_ids"}, one hash id for each 512 tokens.
+
+    Each hash id becomes the same `block` random token ids wherever it stands, and the lengths shrink in proportion:
+    what is shared between requests stays in proportion too.
+    """
+    blocks: dict[int, list[int]] = {}
+    chains: list[Chain] = []
+    for row in _lines(sampling):
+        if len(chains) == sampling.count:
+            break
+        ids: list[int] = []
+        for number in row["hash_ids"]:
+            if number not in blocks:
+                blocks[number] = random.Random(number).choices(COMMON_IDS, k=sampling.block)
+            ids += blocks[number]
+        length = max(1, row["input_length"] * sampling.block // _TRACE_BLOCK)
+        output = max(1, row["output_length"] * sampling.block // _TRACE_BLOCK)
+        prompt = Prompt(ids[:length], output if sampling.output_len is None else sampling.output_len, len(ids[:length]))
+        chains.append(Chain((prompt,), row["timestamp"] / 1000))
+    return chains
+
+
+def multi_turn(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain]:
+    """Conversations of {"turns": [{"role", "content"}]}: each answer of the file is asked for, with all before it.
+
+    The history is the file's own, so that every server gets the same prompts. An answer's length is the file's too.
+    `count` counts the requests of all turns.
+    """
+    rows = [row["turns"] for row in _lines(sampling)]
+    if sampling.shuffle:
+        random.Random(sampling.seed).shuffle(rows)
+    chains, left = [], sampling.count
+    for turns in rows:
+        asked = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i > 0][:left]
+        if not asked:
+            continue
+        if sampling.output_len is None:
+            answers = tokenizer().encode([turns[i]["content"] for i in asked], special=False)
+            lengths = [max(1, len(answer)) for answer in answers]
+        else:
+            lengths = [sampling.output_len] * len(asked)
+        prompts = (
+            Prompt([{"role": turn["role"], "content": turn["content"]} for turn in turns[:i]], length)
+            for i, length in zip(asked, lengths, strict=True)
+        )
+        chains.append(Chain(tuple(prompts)))
+        left -= len(asked)
+    return chains
+
+
+def shared_prefix(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain]:
+    """Groups of prompts of random token ids, each group with a prefix of its own, in random order."""
+    if sampling.count < sampling.prefixes:
+        raise LoadTestError(f"{sampling.count} prompts are fewer than {sampling.prefixes} prefixes")
+    generator = random.Random(sampling.seed)
+    output = sampling.prefix_output_len if sampling.output_len is None else sampling.output_len
+    chains = []
+    for _ in range(sampling.prefixes):
+        prefix = generator.choices(COMMON_IDS, k=sampling.prefix_len)
+        for _ in range(sampling.count // sampling.prefixes):
+            ids = prefix + generator.choices(COMMON_IDS, k=sampling.suffix_len)
+            chains.append(Chain((Prompt(ids, output, len(ids)),)))
+    if sampling.shuffle:
+        generator.shuffle(chains)
+    return chains
+
+
+DATASETS: dict[str, Callable[[Sampling, Callable[[], Tokenizer]], list[Chain]]] = {
+    "sharegpt": sharegpt,
+    "random": random_texts,
+    "custom": custom,
+    "prefix-trace": prefix_trace,
+    "multi-turn": multi_turn,
+    "shared-prefix": shared_prefix,
+}
+
+
+def _texts_of_length(
+    tokenizer: Tokenizer, ids: Sequence[list[int]], lengths: Sequence[int], generator: Any
+) -> list[tuple[str, list[int]]]:
+    """Text and ids of each list, such that the text encodes to these ids and (if ten tries do) has that length.
+
+    Ids turned into text and back are seldom as many: what is too long is cut, what is too short gets random ids.
+    """
+    made: list[tuple[str, list[int]]] = [("", list(each)) for each in ids]
+    open_ones = list(range(len(made)))
+    for attempt in range(11):
+        texts = tokenizer.decode([made[i][1] for i in open_ones])
+        for i, text, encoded in zip(open_ones, texts, tokenizer.encode(texts, special=False), strict=True):
+            made[i] = (text, encoded)
+        open_ones = [i for i in open_ones if len(made[i][1]) != lengths[i]]
+        if attempt == 10 or not open_ones:
+            break
+        for i in open_ones:
+            text, encoded = made[i]
+            missing = lengths[i] - len(encoded)
+            if missing > 0:
+                encoded = encoded + [tokenizer.ids[n] for n in generator.integers(0, len(tokenizer.ids), size=missing)]
+            made[i] = (text, encoded[: lengths[i]])
+    return made
+
+
+def _sizes(input_len: int, sampling: Sampling) -> tuple[tuple[int, float], tuple[int, float]]:
+    return (input_len, sampling.range_ratio[0]), (sampling.random_output_len, sampling.range_ratio[1])
+
+
+def _oversampled(prompts: list[Prompt], sampling: Sampling) -> list[Chain]:
+    if not prompts:
+        raise LoadTestError(f"{sampling.path}: no entry can be used")
+    if sampling.oversample and len(prompts) < sampling.count:
+        generator = random.Random(sampling.seed)
+        prompts = prompts + [generator.choice(prompts) for _ in range(sampling.count - len(prompts))]
+    return [Chain((prompt,)) for prompt in prompts]
+
+
+def _batches(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(items), _BATCH):
+        yield items[start : start + _BATCH]
+
+
+def _text(sampling: Sampling) -> str:
+    if sampling.path is None:
+        raise LoadTestError("this data set needs --dataset-path")
+    try:
+        return sampling.path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadTestError(f"{sampling.path} cannot be read: {error}") from error
+
+
+def _json(sampling: Sampling) -> list[dict[str, Any]]:
+    try:
+        rows: list[dict[str, Any]] = json.loads(_text(sampling))
+    except ValueError as error:
+        raise LoadTestError(f"{sampling.path} is not JSON: {error}") from error
+    return rows
+
+
+def _lines(sampling: Sampling) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(_text(sampling).splitlines(), 1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise LoadTestError(f"{sampling.path}, line {number} is not JSON: {error}") from error

@@ -1,0 +1,166 @@
+"""Runs a load over several worker processes and gathers what came of it. Knows no data sets and no figures."""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from typing import Any, cast
+
+from loadtest.records import Chain, LoadTestError, Record, Target, WorkerUsage
+from loadtest.worker import Share, work
+
+_START_IN = 0.1  # seconds from the word to start to the start, so that all workers have heard it
+_END_IN = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How the requests are sent.
+
+    Attributes:
+        times: seconds from the start at which each chain is due.
+        max_concurrency: most chains under way at once, over all workers.
+        warmups: requests sent before the start.
+        workers: processes; never more than max_concurrency.
+    """
+
+    times: Sequence[float]
+    max_concurrency: int | None = None
+    warmups: int = 0
+    workers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a load.
+
+    Attributes:
+        records: of all requests that have ended, in the order of the chains.
+        duration: seconds from the start to the end of the last request.
+        usages: of each worker.
+        interrupted: by Ctrl-C; then the requests under way are in no record.
+    """
+
+    records: list[Record]
+    duration: float
+    usages: list[WorkerUsage]
+    interrupted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """A worker process: what is said to it, and what it reports."""
+
+    process: BaseProcess
+    words: connection.Connection
+    reports: connection.Connection
+
+
+def generate(target: Target, chains: Sequence[Chain], load: Load, progress: Callable[[int], object]) -> Outcome:
+    """Sends all chains and waits for them, or for Ctrl-C.
+
+    Args:
+        progress: called with the number of requests that have ended since the last call.
+
+    Raises: LoadTestError when a worker dies.
+    """
+    context = multiprocessing.get_context("spawn")
+    taken = context.Value("q", 0)
+    workers: list[_Worker] = []
+    try:
+        for share in _shares(target, chains, load):
+            (heard, words), (reports, told) = context.Pipe(duplex=False), context.Pipe(duplex=False)
+            process = context.Process(target=work, args=(share, taken, heard, told), daemon=True)
+            process.start()
+            heard.close()
+            told.close()
+            workers.append(_Worker(process, words, reports))
+        return _supervise(workers, progress)
+    finally:
+        for worker in workers:
+            worker.words.close()  # which ends a worker that still runs
+            worker.reports.close()
+        for worker in workers:
+            worker.process.join(_END_IN)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+
+
+def _shares(target: Target, chains: Sequence[Chain], load: Load) -> list[Share]:
+    jobs = [(number, due, chain) for number, (due, chain) in enumerate(zip(load.times, chains, strict=True))]
+    limit = load.max_concurrency
+    count = min(load.workers, limit or len(jobs), len(jobs))
+    shares = []
+    for worker in range(count):
+        # Under a limit any worker may take any chain, so that none idles while another has a queue.
+        own = limit is None or count == 1
+        shares.append(
+            Share(
+                target,
+                tuple(jobs[worker::count] if own else jobs),
+                own,
+                None if limit is None else _part(limit, worker, count),
+                _part(load.warmups, worker, count),
+            )
+        )
+    return shares
+
+
+def _part(whole: int, worker: int, count: int) -> int:
+    return whole // count + (worker < whole % count)
+
+
+def _supervise(workers: Sequence[_Worker], progress: Callable[[int], object]) -> Outcome:
+    records: list[Record] = []
+    usages: list[WorkerUsage] = []
+    interrupted = False
+    start = end = time.perf_counter()
+    ready = counted = 0
+    open_ones = {worker.reports: worker for worker in workers}
+    while open_ones:
+        try:
+            for pipe in connection.wait(list(open_ones)):
+                worker = open_ones[cast(connection.Connection, pipe)]
+                match _receive(worker):
+                    case ("ready",):
+                        ready += 1
+                        if ready == len(workers) and not interrupted:
+                            start = time.perf_counter() + _START_IN
+                            _tell(workers, start)
+                    case ("result", list(some), WorkerUsage() as usage):
+                        records += some
+                        usages.append(usage)
+                        del open_ones[worker.reports]
+                    case int(count):
+                        counted += count
+                        progress(count)
+        except KeyboardInterrupt:
+            if interrupted:
+                raise
+            interrupted = True
+            end = time.perf_counter()
+            _tell(open_ones.values(), None)
+    progress(len(records) - counted)
+    if not interrupted:
+        end = max((record.start + record.latency for record in records), default=start)
+    records.sort(key=lambda record: (record.chain, record.turn))
+    return Outcome(records, max(end - start, 1e-9), usages, interrupted)
+
+
+def _receive(worker: _Worker) -> Any:
+    try:
+        return worker.reports.recv()
+    except EOFError as error:
+        worker.process.join(_END_IN)
+        raise LoadTestError(f"a worker process ended with status {worker.process.exitcode}") from error
+
+
+def _tell(workers: Iterable[_Worker], word: float | None) -> None:
+    for worker in workers:
+        try:
+            worker.words.send(word)
+        except BrokenPipeError:
+            continue  # it is ending; what it sent before is still to be read

@@ -1,0 +1,106 @@
+"""Asks a Fulcrum engine for streamed answers over gRPC and notes when each event comes. Tries nothing twice."""
+
+import itertools
+import time
+from urllib.parse import urlsplit
+
+import grpc
+import grpc.aio
+
+from fulcrum.v1.inference_pb2 import (
+    Chat,
+    ChatMessage,
+    ContentPart,
+    GenerateRequest,
+    OutputOptions,
+    SamplingParams,
+    StoppingCriteria,
+    TokenIds,
+)
+from fulcrum.v1.inference_pb2_grpc import InferenceServiceStub
+from loadtest.records import Message, Prompt, Record, Target
+
+_CHANNELS = 4  # so that one worker reaches several service processes behind one port
+
+
+class GrpcClient:
+    """Sends prompts to the engine of a target. Made inside a running event loop."""
+
+    def __init__(self, target: Target) -> None:
+        parts = urlsplit(target.url)
+        options = (("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1))
+        self._target = target
+        self._metadata = tuple((name.lower(), value) for name, value in target.headers.items())
+        self._channels = [
+            grpc.aio.secure_channel(parts.netloc, grpc.ssl_channel_credentials(), options=options)
+            if parts.scheme == "https"
+            else grpc.aio.insecure_channel(parts.netloc, options=options)
+            for _ in range(_CHANNELS)
+        ]
+        self._stubs = itertools.cycle([InferenceServiceStub(channel) for channel in self._channels])
+
+    async def send(self, prompt: Prompt, record: Record) -> None:
+        """Fills `record` with what comes of the prompt. Raises nothing but a cancellation."""
+        request = self._request(prompt)
+        record.prompt_tokens = prompt.prompt_len
+        last: float | None = None
+        finished = False
+        pieces = []
+        record.start = time.perf_counter()
+        call = next(self._stubs).Generate(request, metadata=self._metadata)
+        try:
+            async for response in call:
+                kind = response.WhichOneof("event")
+                if kind == "delta":
+                    now = time.perf_counter()
+                    if last is None:
+                        record.ttft = now - record.start
+                    else:
+                        record.itls.append(now - last)
+                    last = now
+                    pieces.append(response.delta.text)
+                elif kind == "finished":
+                    record.latency = time.perf_counter() - record.start
+                elif kind == "usage":
+                    finished = True
+                    usage = response.usage
+                    record.prompt_tokens = usage.prompt_tokens
+                    record.output_tokens = usage.completion_tokens
+                    record.cached_tokens = usage.cached_tokens
+        except grpc.aio.AioRpcError as error:
+            record.error = f"{error.code().name}: {(error.details() or '')[:300]}"
+        finally:
+            call.cancel()
+        record.text = "".join(pieces)
+        if not record.error and not finished:
+            record.error = "truncated: the stream ended without usage"
+        elif not record.error and (last is None or not record.output_tokens):
+            record.error = "empty: the answer has no tokens"
+        if record.error:
+            record.latency = time.perf_counter() - record.start
+
+    async def close(self) -> None:
+        """Ends the connections."""
+        for channel in self._channels:
+            await channel.close()
+
+    def _request(self, prompt: Prompt) -> GenerateRequest:
+        request = GenerateRequest(
+            model=self._target.model,
+            sampling=SamplingParams(**self._target.sampling),  # type: ignore[arg-type]
+            stopping=StoppingCriteria(max_tokens=prompt.output_len, ignore_eos=self._target.ignore_eos),
+            # Ids, so that a token whose text is held back is an event all the same.
+            output=OutputOptions(token_ids=True),
+        )
+        content = prompt.content
+        if isinstance(content, str):
+            request.text = content
+        elif isinstance(content[0], int):
+            request.token_ids.CopyFrom(TokenIds(ids=[token for token in content if isinstance(token, int)]))
+        else:
+            request.chat.CopyFrom(Chat(messages=[_message(each) for each in content if isinstance(each, dict)]))
+        return request
+
+
+def _message(message: Message) -> ChatMessage:
+    return ChatMessage(role=message["role"], content=[ContentPart(text=message["content"])])

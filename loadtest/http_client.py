@@ -1,0 +1,291 @@
+"""Asks an OpenAI server for streamed answers and notes when each event comes. Knows HTTP/1.1 and server-sent events.
+
+It is made to cost little per event, since a client that is slower than the server measures itself: one callback for
+each read of the socket, one typed decode for each event. No proxies, no redirects, no compression.
+"""
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+from loadtest.records import Prompt, Record, Target
+
+_MAX_ERROR_BYTES = 2000
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decoder = msgspec.json.Decoder(_Chunk)
+
+
+class Answer:
+    """Takes the bytes of a stream of events and keeps the times in a record."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._rest = b""
+        self._last: float | None = None
+        self._finished = False
+
+    def feed(self, data: bytes, now: float) -> None:
+        """The next bytes, read at `now`."""
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            if line.startswith(b"data:"):  # else a comment, an event's name, or the blank line after an event
+                self._event(line[5:].strip(), now)
+
+    def close(self, now: float) -> None:
+        """The stream has ended: judges whether all of it came."""
+        self.feed(b"\n", now)
+        record = self._record
+        if record.error:
+            return
+        if not self._finished:
+            record.error = "truncated: the stream ended without a finish reason"
+        elif self._last is None or record.output_tokens == 0:
+            record.error = "empty: the answer has no tokens"
+
+    def _event(self, payload: bytes, now: float) -> None:
+        if payload == b"[DONE]" or self._record.error:
+            return
+        try:
+            chunk = _decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            self._record.error = f"unreadable event: {error}: {payload[:200]!r}"
+            return
+        if chunk.error:
+            self._record.error = f"error in the stream: {_message(chunk.error)}"
+            return
+        if chunk.choices:
+            self._output(chunk.choices[0], now)
+        if chunk.usage is not None:
+            self._usage(chunk.usage)
+
+    def _output(self, choice: _Choice, now: float) -> None:
+        record, delta = self._record, choice.delta
+        record.latency = now - record.start
+        text = choice.text or ""
+        if delta is not None:
+            text = delta.content or delta.reasoning or delta.reasoning_content or ""
+        last = choice.finish_reason is not None
+        self._finished |= last
+        record.text += text
+        # An empty text may be a token (half a character, a special token). But a first chunk that only names the role
+        # is none, and a last one that only tells the reason is none either, unless nothing else ever came.
+        if text or (delta is not None and delta.tool_calls) or (self._last is None if last else delta is None):
+            if self._last is None:
+                record.ttft = now - record.start
+            else:
+                record.itls.append(now - self._last)
+            self._last = now
+
+    def _usage(self, usage: _Usage) -> None:
+        record = self._record
+        if usage.completion_tokens is not None:
+            record.output_tokens = usage.completion_tokens
+        if usage.prompt_tokens is not None:
+            record.prompt_tokens = usage.prompt_tokens
+        if usage.prompt_tokens_details is not None:
+            record.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, for one exchange after another."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.keep = False
+        self.status = 0
+        self.received = False
+        self._transport: asyncio.Transport | None = None
+        self._sink: Callable[[int, bytes, float], None] | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._parser: Any = None
+        self._now = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+
+    async def exchange(self, request: bytes, sink: Callable[[int, bytes, float], None]) -> None:
+        """Sends a request; returns at the end of the answer, or when the connection has ended before that."""
+        assert self._transport is not None
+        self._sink, self._parser, self.received, self.keep, self.status = (
+            sink,
+            httptools.HttpResponseParser(self),
+            False,
+            False,
+            0,
+        )
+        self._done = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        await self._done
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._now = time.perf_counter()
+        self.received = True
+        if self._parser is None:
+            self.close()  # bytes that nobody asked for
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.open = False
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
+    # The parser's callbacks.
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        if self._sink is not None:
+            self._sink(self.status, body, self._now)
+
+    def on_message_complete(self) -> None:
+        self.keep = self._parser.should_keep_alive()
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
+
+class HttpClient:
+    """Sends prompts to the completions or chat endpoint of a target."""
+
+    def __init__(self, target: Target) -> None:
+        parts = urlsplit(target.url)
+        self._target = target
+        self._host = parts.hostname or "127.0.0.1"
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = parts.port or (443 if self._tls else 80)
+        self._idle: list[_Connection] = []
+        headers = {"host": parts.netloc, "content-type": "application/json", "accept": "text/event-stream"}
+        headers |= {name.lower(): value for name, value in target.headers.items()}
+        lines = [f"POST {parts.path}{target.endpoint} HTTP/1.1", *(f"{name}: {headers[name]}" for name in headers)]
+        self._head = "\r\n".join(lines).encode("latin-1")
+        self._fields = {
+            "model": target.model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"ignore_eos": True} if target.ignore_eos else {}),
+            **target.sampling,
+            **target.extra_body,
+        }
+
+    async def send(self, prompt: Prompt, record: Record) -> None:
+        """Fills `record` with what comes of the prompt. Raises nothing but a cancellation."""
+        body = msgspec.json.encode(self._body(prompt))
+        request = b"%b\r\ncontent-length: %d\r\n\r\n%b" % (self._head, len(body), body)
+        answer, refusal = Answer(record), bytearray()
+
+        def sink(status: int, data: bytes, now: float) -> None:
+            if status == 200:
+                answer.feed(data, now)
+            elif len(refusal) < _MAX_ERROR_BYTES:
+                refusal.extend(data)
+
+        record.prompt_tokens = prompt.prompt_len
+        record.start = time.perf_counter()
+        try:
+            connection = await self._exchange(request, sink)
+        except OSError as error:
+            record.error = f"cannot connect: {error.strerror or error}"
+            record.latency = time.perf_counter() - record.start
+            return
+        if connection.status == 200:
+            answer.close(time.perf_counter())
+        elif connection.status:
+            record.error = f"HTTP {connection.status}: {_refusal(bytes(refusal))}"
+        else:
+            record.error = "the connection ended before an answer"
+        if record.error:
+            record.latency = time.perf_counter() - record.start
+
+    async def close(self) -> None:
+        """Ends the idle connections."""
+        for connection in self._idle:
+            connection.close()
+
+    async def _exchange(self, request: bytes, sink: Callable[[int, bytes, float], None]) -> _Connection:
+        """One exchange, over an idle connection or a new one. Raises: OSError when none can be made."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.open:
+                await self._over(connection, request, sink)
+                if connection.received or connection.open:
+                    return connection
+                # The server ended the idle connection as the request was on its way: no answer began.
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
+        await self._over(connection, request, sink)
+        return connection
+
+    async def _over(self, connection: _Connection, request: bytes, sink: Callable[[int, bytes, float], None]) -> None:
+        try:
+            await connection.exchange(request, sink)
+        except asyncio.CancelledError:
+            connection.close()
+            raise
+        if connection.open and connection.keep:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def _body(self, prompt: Prompt) -> dict[str, Any]:
+        if self._target.backend == "openai":
+            return {"prompt": prompt.content, "max_tokens": prompt.output_len} | self._fields
+        messages = [{"role": "user", "content": prompt.content}] if isinstance(prompt.content, str) else prompt.content
+        return {"messages": messages, "max_completion_tokens": prompt.output_len} | self._fields
+
+
+def _refusal(body: bytes) -> str:
+    """What an error answer says, in one line."""
+    try:
+        fields = msgspec.json.decode(body)
+    except msgspec.MsgspecError:
+        fields = body.decode(errors="replace")
+    return _message(fields.get("error", fields.get("detail", fields)) if isinstance(fields, dict) else fields)
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:300]

@@ -1,0 +1,146 @@
+"""A load test of a running server: samples, sends, measures. The figures are those of `vllm bench serve`."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from loadtest.arrivals import arrival_times
+from loadtest.datasets import DATASETS, Sampling
+from loadtest.environment import environment
+from loadtest.generator import Load, generate
+from loadtest.metrics import metrics
+from loadtest.records import Chain, LoadTestError, Record, Target
+from loadtest.report import Run
+from loadtest.tokens import LocalTokenizer, RemoteTokenizer, Tokenizer, served_model
+
+_OF_TOKENS = ("prefix-trace", "shared-prefix")
+_OF_FIXED_LENGTH = ("random", "prefix-trace", "shared-prefix")
+
+
+@dataclass(frozen=True)
+class LoadTest:
+    """What `fulcrum bench serve` was asked for.
+
+    Attributes:
+        target: with an empty model where the server is to be asked for it.
+        rate: requests (of multi-turn: conversations) per second; infinite: all at once.
+        self_timed: sends at the trace's own times.
+        tokenizer_path: a tokenizer file or folder; else the server's own is asked, where one is needed.
+        objectives, percentiles, selected: see loadtest.metrics.
+        about: further fields of the result file.
+    """
+
+    target: Target
+    dataset: str
+    sampling: Sampling
+    rate: float = math.inf
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    warmups: int = 0
+    workers: int = 1
+    self_timed: bool = False
+    tokenizer_path: Path | None = None
+    objectives: Mapping[str, float] = field(default_factory=dict)
+    percentiles: Sequence[float] = (50, 95, 99)
+    selected: Sequence[str] = ("ttft", "tpot", "itl", "e2el")
+    label: str | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        chat = self.target.backend == "openai-chat"
+        if chat and self.dataset in _OF_TOKENS:
+            raise LoadTestError(f"{self.dataset} sends token ids, which a chat cannot: use --backend openai or grpc")
+        if self.target.backend == "openai" and self.dataset == "multi-turn":
+            raise LoadTestError("multi-turn sends chats: use --backend openai-chat or grpc")
+        if self.self_timed and self.dataset != "prefix-trace":
+            raise LoadTestError("--self-timed needs the times of a prefix-trace")
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Made when first needed."""
+        return LocalTokenizer(self.tokenizer_path) if self.tokenizer_path else RemoteTokenizer(self.target)
+
+    def prepared(self) -> "LoadTest":
+        """The same with the model's name and with what the data set implies.
+
+        Raises: LoadTestError when the server has to be asked and cannot be.
+        """
+        target = self.target if self.target.model else replace(self.target, model=served_model(self.target))
+        return replace(self, target=replace(target, ignore_eos=target.ignore_eos or self.dataset in _OF_FIXED_LENGTH))
+
+    def chains(self) -> list[Chain]:
+        """The requests. Raises: LoadTestError."""
+        return DATASETS[self.dataset](self.sampling, lambda: self.tokenizer)
+
+    def run(self, chains: Sequence[Chain]) -> Run:
+        """Sends them all and gives the figures; after Ctrl-C, those of what has ended. Raises: LoadTestError."""
+        if self.self_timed:
+            times = [chain.timestamp or 0.0 for chain in chains]
+        else:
+            times = arrival_times(len(chains), self.rate, self.burstiness, self.sampling.seed)
+        date = datetime.now().strftime("%Y%m%d-%H%M%S")
+        count = sum(len(chain.prompts) for chain in chains)
+        load = Load(times, self.max_concurrency, self.warmups, self.workers)
+        with _bar(count if self.progress else 0) as progress:
+            outcome = generate(self.target, chains, load, progress)
+        self._count_tokens(outcome.records)
+        return Run(
+            self._about(date, count),
+            metrics(outcome.records, outcome.duration, self.percentiles, self.objectives),
+            outcome.records,
+            outcome.usages,
+            self.selected,
+            count - len(outcome.records) if outcome.interrupted else 0,
+        )
+
+    def _count_tokens(self, records: Sequence[Record]) -> None:
+        """Counts the tokens of answers whose server did not."""
+        silent = [record for record in records if not record.error and record.output_tokens is None]
+        if not silent:
+            return
+        for record, ids in zip(
+            silent, self.tokenizer.encode([each.text for each in silent], special=False), strict=True
+        ):
+            record.output_tokens = len(ids)
+            if not ids:
+                record.error = "empty: the answer has no tokens"
+
+    def _about(self, date: str, count: int) -> dict[str, Any]:
+        return {
+            "date": date,
+            "endpoint_type": self.target.backend,
+            "backend": self.target.backend,
+            "label": self.label,
+            "model_id": self.target.model,
+            "tokenizer_id": str(self.tokenizer_path) if self.tokenizer_path else None,
+            "num_prompts": count,
+            **self.about,
+            "request_rate": "inf" if math.isinf(self.rate) else self.rate,
+            "burstiness": self.burstiness,
+            "max_concurrency": self.max_concurrency,
+            "dataset": self.dataset,
+            "dataset_path": self.sampling.path.name if self.sampling.path else None,
+            "seed": self.sampling.seed,
+            "ignore_eos": self.target.ignore_eos,
+            "sampling": self.target.sampling,
+            "goodput_objectives_ms": dict(self.objectives) or None,
+            **environment(),
+        }
+
+
+@contextlib.contextmanager
+def _bar(count: int) -> Iterator[Callable[[int], object]]:
+    """A progress bar over `count` requests; none for 0."""
+    if not count:
+        yield lambda done: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=count, unit="req") as bar:
+        yield bar.update

@@ -1,0 +1,195 @@
+"""Counts and makes tokens: with a tokenizer file at hand, or by asking the server. Knows no data sets."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+from loadtest.records import LoadTestError, Target
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    import httpx
+
+COMMON_IDS = range(1000, 30_000)
+"""Ids that are ordinary tokens in every vocabulary of the model families that are served."""
+
+_TOGETHER = 32
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back, many at once. Raises: LoadTestError when that cannot be done."""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """The ordinary tokens to draw random prompts from, in ascending order."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens, without added ones."""
+
+    @property
+    def specials_added(self) -> int:
+        """How many tokens encode() puts around a text by itself."""
+
+    def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+        """The ids of each text, with the tokenizer's own BOS or EOS if `special`."""
+
+    def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each list of ids."""
+
+
+class LocalTokenizer:
+    """A tokenizer.json, or a folder that has one."""
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            self._backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise LoadTestError(f"{file} cannot be read as a tokenizer: {error}") from error
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        special = {token for token, added in self._backend.get_added_tokens_decoder().items() if added.special}
+        self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=False)
+        self.ids: Sequence[int] = [token for token in range(self.vocab_size) if token not in special]
+        self.specials_added: int = self._backend.num_special_tokens_to_add(False)
+
+    def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+        """See Tokenizer."""
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=special)]
+
+    def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        """See Tokenizer."""
+        return self._backend.decode_batch([list(each) for each in ids], skip_special_tokens=False)
+
+
+class RemoteTokenizer:
+    """The server's own: POST /tokenize and /detokenize, or the RPCs of the same names."""
+
+    ids: Sequence[int] = COMMON_IDS
+    vocab_size = COMMON_IDS.stop
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        (bare,), (dressed,) = self.encode(["a"], special=False), self.encode(["a"])
+        self.specials_added = len(dressed) - len(bare)
+
+    def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+        """See Tokenizer."""
+        if self._target.backend == "grpc":
+            return asyncio.run(self._rpcs(texts, special=special))
+        bodies = [{"model": self._target.model, "prompt": text, "add_special_tokens": special} for text in texts]
+        return [[int(token) for token in answer["tokens"]] for answer in asyncio.run(self._posts("/tokenize", bodies))]
+
+    def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        """See Tokenizer."""
+        if self._target.backend == "grpc":
+            return asyncio.run(self._detokenize(ids))
+        bodies = [{"model": self._target.model, "tokens": list(each)} for each in ids]
+        return [str(answer["prompt"]) for answer in asyncio.run(self._posts("/detokenize", bodies))]
+
+    async def _posts(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        async with _http(self._target) as client:
+
+            async def post(body: dict[str, Any]) -> dict[str, Any]:
+                response = await client.post(path, json=body)
+                if response.status_code != 200:
+                    raise LoadTestError(
+                        f"{self._target.url}{path} answers HTTP {response.status_code}: {response.text[:200]} "
+                        "(a server without it needs --tokenizer PATH)"
+                    )
+                answer: dict[str, Any] = response.json()
+                return answer
+
+            return await _each(post, bodies)
+
+    async def _rpcs(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+        from fulcrum.v1.inference_pb2 import TokenizeRequest
+
+        async with _engine(self._target) as client:
+
+            async def tokenize(text: str) -> list[int]:
+                request = TokenizeRequest(model=self._target.model, text=text, add_special_tokens=special)
+                return list((await client.tokenize(request)).token_ids)
+
+            return await _each(tokenize, texts)
+
+    async def _detokenize(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        from fulcrum.v1.inference_pb2 import DetokenizeRequest
+
+        async with _engine(self._target) as client:
+
+            async def detokenize(tokens: Sequence[int]) -> str:
+                request = DetokenizeRequest(model=self._target.model, token_ids=tokens)
+                return str((await client.detokenize(request)).text)
+
+            return await _each(detokenize, ids)
+
+
+def served_model(target: Target) -> str:
+    """The first model that the server names. Raises: LoadTestError when it names none or cannot be reached."""
+    return asyncio.run(_served_model(target))
+
+
+async def _served_model(target: Target) -> str:
+    if target.backend == "grpc":
+        async with _engine(target) as client:
+            names = (await client.get_model()).served_names
+    else:
+        async with _http(target) as client:
+            response = await client.get("/v1/models")
+            if response.status_code != 200:
+                raise LoadTestError(f"{target.url}/v1/models answers HTTP {response.status_code}: name a --model")
+            names = [card["id"] for card in response.json().get("data", [])]
+    if not names:
+        raise LoadTestError(f"{target.url} serves no model")
+    return str(names[0])
+
+
+@asynccontextmanager
+async def _http(target: Target) -> "AsyncGenerator[httpx.AsyncClient, None]":
+    """A client for small calls; what goes wrong with the connection becomes a LoadTestError."""
+    import httpx
+
+    try:
+        async with httpx.AsyncClient(base_url=target.url, headers=target.headers, timeout=60) as client:
+            yield client
+    except (httpx.HTTPError, ValueError) as error:
+        raise LoadTestError(f"{target.url} cannot be asked: {error or type(error).__name__}") from error
+
+
+@asynccontextmanager
+async def _engine(target: Target) -> "AsyncGenerator[Any, None]":
+    """The same over gRPC."""
+    from fulcrum.client import FulcrumClient, FulcrumError
+
+    key = target.headers.get("authorization", "").removeprefix("Bearer ")
+    parts, credentials = urlsplit(target.url), None
+    if parts.scheme == "https":
+        import grpc
+
+        credentials = grpc.ssl_channel_credentials()
+    try:
+        async with FulcrumClient(parts.netloc, api_key=key or None, credentials=credentials) as client:
+            yield client
+    except FulcrumError as error:
+        raise LoadTestError(f"{parts.netloc} cannot be asked: {error}") from error
+
+
+async def _each(call: Callable[[_T], Awaitable[_R]], items: Sequence[_T]) -> list[_R]:
+    """The answers to all items, in order, several at a time."""
+    gate = asyncio.Semaphore(_TOGETHER)
+
+    async def one(item: _T) -> _R:
+        async with gate:
+            return await call(item)
+
+    return list(await asyncio.gather(*(one(item) for item in items)))

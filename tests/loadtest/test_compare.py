@@ -1,0 +1,79 @@
+"""Results side by side: the reference's own files, whose figures are written on its page."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from cli.main import main
+from loadtest.compare import compare
+from loadtest.environment import command, environment
+from loadtest.records import LoadTestError
+from loadtest.sweep import read_result, table
+
+
+@pytest.fixture
+def reference(data_file) -> Path:
+    """Result files of vLLM 0.26.0, beside the data."""
+    folder = data_file("README.md").parent.parent / "reference" / "vllm-0.26.0-h200"
+    if not folder.is_dir():
+        pytest.skip("the reference results are not at hand")
+    return folder
+
+
+def cells(text: str, title: str) -> list[str]:
+    (line,) = (line for line in text.splitlines() if line.startswith(title + "  "))
+    return line.removeprefix(title).split()
+
+
+def test_reference_results_side_by_side(reference):
+    names = ("rnd1k_fresh_c128", "rnd1k_fresh_c256", "offline_8192")
+    ran = CliRunner().invoke(main, ["bench", "compare", *(str(reference / f"{name}.json") for name in names)])
+    assert ran.exit_code == 0, ran.output
+    text = ran.output
+    assert text.splitlines()[0].split() == list(names)
+    assert cells(text, "requests/s") == ["27.23", "(x1.000)", "29.18", "(x1.072)", "90.92", "(x3.339)"]
+    assert cells(text, "output tokens/s") == ["6,970.61", "(x1.000)", "7,469.69", "(x1.072)", "-"]
+    assert cells(text, "median TPOT ms") == ["16.10", "(x1.000)", "30.96", "(x1.923)", "-"]
+    assert cells(text, "p99 ITL ms") == ["180.56", "(x1.000)", "187.24", "(x1.037)", "-"]
+    assert "Not like for like: other prompts, max. concurrency, input tokens, output tokens." in text
+
+
+def test_like_and_like_have_no_note(reference):
+    fields = read_result(reference / "rnd1k_c1.json")
+    assert "Not like" not in compare({"a": fields, "b": fields})
+    assert "void" in compare({"a": fields, "b": fields | {"token_latencies_void": True}})
+    assert "the client may have been the limit" in compare({"a": fields | {"client_saturated": True}})
+
+
+def test_what_is_no_result_is_told(tmp_path):
+    for text in ("{", "[1]"):
+        (tmp_path / "a.json").write_text(text)
+        with pytest.raises(LoadTestError):
+            read_result(tmp_path / "a.json")
+    with pytest.raises(LoadTestError, match="no result files"):
+        compare({"a": {"x": 1}})
+
+
+def test_table_of_a_sweep(reference):
+    row = read_result(reference / "sg_inf2k.json")
+    lines = table([row, row | {"token_latencies_void": True, "client_saturated": True, "failed": 3}]).splitlines()
+    assert lines[1].split() == [
+        "inf", "46.88", "-", "9433.45", "8240.64", "22559.34", "82.47", "147.81", "140.49", "0",
+    ]  # fmt: skip
+    assert lines[2].split()[-2:] == ["3", "!?"]
+
+
+def test_results_say_where_they_come_from():
+    fields = environment()
+    assert {"machine", "commit", "version", "command"} == fields.keys()
+    assert fields["machine"]["cores"] >= 1
+    json.dumps(fields)
+
+
+def test_keys_stay_out_of_the_command():
+    shown = command(
+        ["/x/bin/fulcrum", "bench", "--header", "authorization=Bearer k", "--header=x-key=k", "--model", "a b"]
+    )
+    assert shown == "fulcrum bench --header authorization=... --header=x-key=... --model 'a b'"

@@ -1,0 +1,365 @@
+"""Whole runs against a mock server of known delays, over worker processes."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import pytest
+from click.testing import CliRunner
+
+from cli.main import main
+from loadtest.datasets import Sampling
+from loadtest.records import LoadTestError, Target
+from loadtest.serve import LoadTest
+
+pytestmark = pytest.mark.usefixtures("no_children")
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """A custom data set of 8 prompts of three words."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"one two {n}", "output_tokens": 5}) + "\n" for n in range(8)))
+    return path
+
+
+@pytest.fixture
+def load_test(prompts):
+    """A load test of the server at `url`."""
+
+    def make(url: str, *, backend: str = "openai", dataset: str = "custom", **settings) -> LoadTest:
+        endpoint = "/v1/chat/completions" if backend == "openai-chat" else "/v1/completions"
+        target = Target(backend, url, endpoint, settings.pop("model", "m"), {}, {})
+        sampling = settings.pop("sampling", Sampling(prompts, 8))
+        return LoadTest(target, dataset, sampling, progress=False, **settings)
+
+    return make
+
+
+def run(test: LoadTest):
+    return test.run(test.chains())
+
+
+def test_known_delays_are_measured(mock_server, stream, load_test):
+    with mock_server(partial(stream, first=0.2, gap=0.05)) as server:
+        done = run(load_test(server.url, workers=2, warmups=3, objectives={"ttft": 190}))
+    result = done.result
+    assert (result.completed, result.failed, done.unfinished) == (8, 0, 0)
+    assert (result.total_input_tokens, result.total_output_tokens) == (8 * 3, 8 * 5)
+    assert result.events_per_token == 1.0
+    assert result.peak_concurrent_requests == 8
+    assert result.peak_output_throughput == 40
+    assert result.request_goodput == 0
+    assert len(server.calls) == 8 + 3
+    # Nothing comes before its time; how much later depends on how busy this machine is.
+    for name, least in {"ttft": 200, "tpot": 50, "itl": 45, "e2el": 400}.items():
+        assert least - 2 <= result.latencies[name].median < least + 100, name
+    assert result.duration == pytest.approx(0.4, abs=0.3)
+    assert result.request_throughput == 8 / result.duration
+    assert [record.text for record in done.records] == [" a" * 5] * 8
+
+
+def test_arrivals_keep_their_times(mock_server, stream, load_test):
+    with mock_server(stream) as server:
+        test = load_test(server.url, rate=16.0, burstiness=float("inf"), workers=2)
+        records = run(test).records
+    starts = [record.start - records[0].start for record in records]
+    assert starts == pytest.approx([n / 16 for n in range(8)], abs=0.045)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_concurrency_is_bounded_over_all_workers(mock_server, stream, load_test, workers):
+    running, most = 0, 0
+
+    async def answer(call):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await stream(call, gap=0.01)
+        running -= 1
+
+    with mock_server(answer) as server:
+        done = run(load_test(server.url, max_concurrency=3, workers=workers))
+    assert done.result.completed == 8
+    assert most == 3
+    assert sorted(call.body["prompt"] for call in server.calls) == [f"one two {n}" for n in range(8)]
+
+
+def test_tokens_that_come_together_void_the_token_latencies(mock_server, stream, load_test):
+    with mock_server(partial(stream, together=2)) as server:
+        done = run(load_test(server.url))
+    assert done.result.events_per_token == 3 / 5
+    assert done.result.void
+
+
+def test_a_request_carries_what_was_asked_for(mock_server, stream, prompts):
+    target = Target(
+        "openai", "", "/v1/completions", "m", {"authorization": "Bearer k"}, {"top_p": 0.5}, True, {"user": "u"}
+    )
+    with mock_server(stream) as server:
+        run(LoadTest(replace(target, url=server.url), "custom", Sampling(prompts, 1, shuffle=False), progress=False))
+    (call,) = server.calls
+    assert call.path == "/v1/completions"
+    assert call.headers["authorization"] == "Bearer k"
+    assert call.body == {
+        "model": "m",
+        "prompt": "one two 0",
+        "max_tokens": 5,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+        "top_p": 0.5,
+        "user": "u",
+    }
+
+
+async def _chat(call, text="b"):
+    await call.head()
+    await call.event({"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
+    await asyncio.sleep(0.05)
+    for _ in range(3):
+        await call.event({"choices": [{"delta": {"content": text}, "finish_reason": None}]})
+    await call.event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+    await call.event({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3}})
+    await call.send("data: [DONE]\r\n\r\n")
+    await call.end()
+
+
+def test_turns_of_a_chat_wait_for_one_another(mock_server, load_test, tmp_path):
+    path = tmp_path / "chats.jsonl"
+    turns = [{"role": role, "content": f"{role} {n}"} for n in range(3) for role in ("user", "assistant")]
+    path.write_text(json.dumps({"turns": turns}) + "\n")
+    with mock_server(_chat) as server:
+        sampling = Sampling(path, 9, output_len=3)
+        done = run(load_test(server.url, backend="openai-chat", dataset="multi-turn", sampling=sampling))
+    assert [call.body["messages"] for call in server.calls] == [turns[:1], turns[:3], turns[:5]]
+    assert {call.body["max_completion_tokens"] for call in server.calls} == {3}
+    records = done.records
+    assert [record.turn for record in records] == [0, 1, 2]
+    assert all(later.start >= earlier.start + earlier.latency for earlier, later in pairwise(records))
+    # The first chunk names the role alone, the last one the reason alone: neither is a token.
+    assert [len(record.itls) for record in records] == [2, 2, 2]
+    assert all(record.ttft >= 0.05 for record in records)
+
+
+async def _bytes(call, *chunks, end=True):
+    await call.head()
+    for chunk in chunks:
+        await call.send(chunk)
+    if end:
+        await call.end()
+    else:
+        call.writer.close()
+
+
+_TOKEN = 'data: {"choices": [{"text": "a", "finish_reason": null}]}\n\n'
+_LAST = 'data: {"choices": [{"text": "", "finish_reason": "stop"}]}\n\n'
+_NONE = 'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 0}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda call: call.refuse("429 Too Many Requests", "slow down"), "HTTP 429: slow down"),
+        (lambda call: call.refuse("500 Internal Server Error", "broken"), "HTTP 500: broken"),
+        (lambda call: call.refuse("404 Not Found", "no model 'm'"), "HTTP 404: no model 'm'"),
+        (lambda call: _bytes(call, _TOKEN), "truncated"),
+        (lambda call: _bytes(call, _TOKEN, end=False), "truncated"),
+        (lambda call: _bytes(call, _TOKEN, "data: [DONE]\n\n"), "truncated"),
+        (lambda call: _bytes(call, _LAST, _NONE), "empty"),
+        (lambda call: _bytes(call, "data: {nonsense\n\n"), "unreadable event"),
+        (lambda call: _bytes(call, _TOKEN, 'data: {"error": {"message": "lost"}}\n\n'), "error in the stream: lost"),
+        (lambda call: _bytes(call, '{"choices": [{"text": "not a stream", "finish_reason": "stop"}]}'), "truncated"),
+    ],
+)
+def test_failures_are_counted_and_named(mock_server, load_test, answer, message):
+    with mock_server(answer) as server:
+        done = run(load_test(server.url, sampling=Sampling(load_test(server.url).sampling.path, 2)))
+    assert (done.result.completed, done.result.failed) == (0, 2)
+    assert all(message in record.error for record in done.records)
+    assert all(record.latency > 0 for record in done.records)
+
+
+def test_events_may_be_cut_anywhere(mock_server, load_test):
+    text = ": ping\n\n" + _TOKEN * 2 + _LAST.replace("\n", "\r\n") + _NONE.replace(": 0", ": 2") + "data: [DONE]"
+    with mock_server(lambda call: _bytes(call, *text)) as server:
+        done = run(load_test(server.url))
+    assert [record.error for record in done.records] == [""] * 8
+    assert {(record.text, record.output_tokens, len(record.itls)) for record in done.records} == {("aa", 2, 1)}
+
+
+def test_tokens_are_counted_here_when_the_server_does_not(mock_server, stream, load_test):
+    with mock_server(partial(stream, usage=False)) as server:
+        test = load_test(server.url)
+        test.__dict__["tokenizer"] = _Words()
+        assert run(test).result.total_output_tokens == 8 * 5
+
+
+class _Words:
+    ids, vocab_size, specials_added = range(9), 9, 0
+
+    def encode(self, texts, *, special=True):
+        return [[0] * len(text.split()) for text in texts]
+
+    def decode(self, ids):
+        raise NotImplementedError
+
+
+def test_unreachable_servers_are_failures_or_a_clear_error(load_test, unused_port):
+    done = run(load_test(f"http://127.0.0.1:{unused_port}"))
+    assert done.result.failed == 8
+    assert "cannot connect" in done.records[0].error
+    with pytest.raises(LoadTestError, match="cannot be asked"):
+        load_test(f"http://127.0.0.1:{unused_port}", model="").prepared()
+
+
+def test_data_sets_that_a_backend_cannot_send_are_refused(load_test):
+    with pytest.raises(LoadTestError, match="token ids"):
+        load_test("http://x", backend="openai-chat", dataset="shared-prefix")
+    with pytest.raises(LoadTestError, match="chats"):
+        load_test("http://x", dataset="multi-turn")
+
+
+def command(*arguments):
+    return CliRunner().invoke(main, ["bench", *map(str, arguments)])
+
+
+def test_command_prints_saves_and_compares(mock_server, stream, prompts, tmp_path):
+    async def answer(call):
+        if call.path == "/v1/models":
+            await call.head(kind="application/json")
+            await call.send(json.dumps({"data": [{"id": "org/served"}]}))
+            await call.end()
+        else:
+            await stream(call)
+
+    with mock_server(answer) as server:
+        arguments = ["--port", server.port, "--dataset-name", "custom", "--dataset-path", prompts]
+        arguments += ["--custom-output-len", -1, "--disable-tqdm", "--result-dir", tmp_path / "results"]
+        saving = ["--save-result", "--save-detailed", "--result-filename", "a.json", "--metadata", "note=yes"]
+        ran = command(
+            "serve", *arguments, "--num-prompts", 8, "--goodput", "ttft:5000", "tpot:500", *saving, "--fail-on-error"
+        )
+        assert ran.exit_code == 0, ran.output
+        assert "Successful requests:                     8" in ran.output
+        assert "Request goodput (req/s):" in ran.output
+        saved = json.loads((tmp_path / "results" / "a.json").read_text())
+        assert saved["model_id"] == "org/served"
+        assert saved["note"] == "yes"
+        assert saved["request_goodput"] == saved["request_throughput"]
+        assert saved["output_lens"] == [5] * 8
+        assert {"machine", "commit", "command", "seed"} <= saved.keys()
+
+        ran = command("sweep", *arguments, "--request-rates", "40,inf", "--seconds", 0.1, "--plot-format", "svg,png")
+        assert ran.exit_code == 0, ran.output
+        table = [line.split() for line in ran.stdout.splitlines() if line.lstrip().startswith(("40.00 ", "inf "))]
+        assert [row[0] for row in table] == ["40.00", "inf"]
+        assert json.loads((tmp_path / "results" / "sweep-40qps.json").read_text())["num_prompts"] == 4
+        for name in ("goodput.svg", "goodput.png", "latency.svg", "latency.png"):
+            assert (tmp_path / "results" / name).stat().st_size > 1000
+
+    ran = command("compare", tmp_path / "results" / "a.json", tmp_path / "results" / "sweep-infqps.json")
+    assert ran.exit_code == 0, ran.output
+    assert "(x1.000)" in ran.output
+
+
+def test_fail_on_error_is_an_exit_status(mock_server, prompts):
+    with mock_server(lambda call: call.refuse("500 Internal Server Error", "broken")) as server:
+        arguments = ["serve", "--base-url", server.url, "--model", "m", "--dataset-name", "custom", "--dataset-path"]
+        arguments += [prompts, "--num-prompts", 2, "--disable-tqdm"]
+        ran = command(*arguments)
+        assert ran.exit_code == 0
+        assert "failed, 2 times: HTTP 500: broken" in ran.stderr
+        assert command(*arguments, "--fail-on-error").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--goodput", "itl:3"], "no objective"),
+        (["stray"], "no objective"),
+        (["--header", "x"], "KEY=VALUE"),
+        (["--percentile-metrics", "ttft,x"], "none of ttft"),
+        (["--metric-percentiles", "a"], "list of numbers"),
+        (["--random-range-ratio", "1"], "below 1"),
+        (["--extra-body", "{"], "not JSON"),
+    ],
+)
+def test_wrong_options_are_named(arguments, message):
+    ran = command("serve", "--model", "m", *arguments)
+    assert ran.exit_code == 2
+    assert message in ran.stderr
+
+
+def test_interrupt_prints_what_there_is(mock_server, stream, prompts):
+    async def answer(call):
+        if call.body["prompt"].endswith("7"):
+            await asyncio.sleep(600)
+        await stream(call)
+
+    with mock_server(answer) as server:
+        arguments = ["--base-url", server.url, "--model", "m", "--dataset-name", "custom", "--dataset-path", prompts]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cli", "bench", "serve", *map(str, arguments), "--num-prompts", "8"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            # 8 of 8, as far as the bar can show: the eighth never ends.
+            shown = ""
+            while "7/8" not in shown:
+                piece = process.stderr.read(1)
+                assert piece, shown
+                shown += piece
+            process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+            process.wait()
+    assert process.returncode == 130
+    assert "Successful requests:                     7" in out
+    assert "Unfinished requests (interrupted):       1" in out
+    assert "Mean TTFT (ms):" in out
+
+
+async def _flood(call, *, block):
+    await call.head()
+    for _ in range(40):
+        call.writer.write(block)
+        await call.writer.drain()
+    await call.send(_LAST + _NONE.replace(": 0", ": 40000") + "data: [DONE]\n\n")
+    await call.end()
+
+
+def _read_all(mock_server, load_test, workers):
+    """Eight answers of 40,000 tokens each, made in advance: the server copies bytes, the client reads every event."""
+    events = _TOKEN.encode() * 1000
+    block = b"%x\r\n%b\r\n" % (len(events), events)
+    with mock_server(partial(_flood, block=block)) as server:
+        done = run(load_test(server.url, workers=workers))
+    assert done.result.total_output_tokens == 8 * 40_000
+    assert done.result.events_per_token == 1.0
+    return done
+
+
+def test_workers_divide_the_work_of_reading(mock_server, load_test):
+    one, two = (_read_all(mock_server, load_test, workers) for workers in (1, 2))
+    seconds_one = one.usages[0].mean * one.result.duration
+    seconds_two = max(usage.mean for usage in two.usages) * two.result.duration
+    assert len(two.usages) == 2
+    assert seconds_two < 0.75 * seconds_one
+
+
+@pytest.mark.full
+@pytest.mark.skipif((os.cpu_count() or 1) < 4, reason="the server and two workers need a core each")
+def test_a_server_faster_than_one_process_can_read(mock_server, load_test):
+    one, two = (_read_all(mock_server, load_test, workers) for workers in (1, 2))
+    assert one.saturated
+    assert two.result.output_throughput > 1.3 * one.result.output_throughput
