@@ -49,20 +49,24 @@ async def streamed(client: openai.AsyncOpenAI, **body: Any) -> str:
 async def test_the_golden_prompts_over_http(
     client: openai.AsyncOpenAI, golden: list[dict[str, Any]], tokenizer: Tokenizer
 ) -> None:
-    for prompt in golden:
-        answer = await client.chat.completions.create(messages=prompt["messages"], **GREEDY)
+    async def check(prompt: dict[str, Any]) -> None:
+        answer, joined = await asyncio.gather(
+            client.chat.completions.create(messages=prompt["messages"], **GREEDY),
+            streamed(client, messages=prompt["messages"], **GREEDY),
+        )
         count = prompt["completion_tokens_until_eos"]
         text = tokenizer.decode(prompt["output_ids"][:count], skip_special_tokens=True)
-        assert answer.choices[0].message.content == text
+        assert answer.choices[0].message.content == joined == text
         assert answer.choices[0].finish_reason == prompt["finish"]
         assert answer.usage is not None
         assert answer.usage.completion_tokens == count
         assert answer.usage.prompt_tokens == len(prompt["prompt_ids"])
-        assert await streamed(client, messages=prompt["messages"], **GREEDY) == text
+
+    await asyncio.gather(*map(check, golden))
 
 
 async def test_the_golden_prompts_over_grpc(engine: rpc.InferenceServiceStub, golden: list[dict[str, Any]]) -> None:
-    for prompt in golden:
+    async def check(prompt: dict[str, Any]) -> None:
         request = pb.GenerateRequest(
             chat=pb.Chat(
                 messages=[
@@ -80,6 +84,8 @@ async def test_the_golden_prompts_over_grpc(engine: rpc.InferenceServiceStub, go
         assert kinds[-2:] == ["finished", "usage"]
         ids = [token for event in events for token in event.delta.token_ids]
         assert ids == prompt["output_ids"]
+
+    await asyncio.gather(*map(check, golden))
 
 
 async def test_64_streams_share_steps_and_each_equals_its_lone_run(
@@ -138,7 +144,7 @@ async def test_64_equal_prompts_at_once_compute_their_prefix_once(client: openai
 async def test_cancelling_half_of_the_streams_frees_their_pages(
     client: openai.AsyncOpenAI, admin: Any, many: list[dict[str, Any]]
 ) -> None:
-    body = GREEDY | {"max_tokens": 256, "stream": True, "extra_body": {"ignore_eos": True}}
+    body = GREEDY | {"max_tokens": 96, "stream": True, "extra_body": {"ignore_eos": True}}
     streams = await asyncio.gather(
         *(client.chat.completions.create(messages=user(prompt["content"]), **body) for prompt in many[:16])
     )
@@ -149,7 +155,7 @@ async def test_cancelling_half_of_the_streams_frees_their_pages(
         await stream.close()
     kept = await asyncio.gather(*(_count(stream) for stream in streams[1::2]))
     after = await admin.idle()
-    assert all(count > 200 for count in kept)
+    assert all(count > 80 for count in kept)
     assert after.requests_aborted - before.requests_aborted == 8
     assert after.used_pages == 0
     assert after.free_pages + after.cached_pages == after.total_pages
