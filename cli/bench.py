@@ -10,6 +10,7 @@ from functools import reduce
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 import click
 
@@ -164,7 +165,7 @@ def serve(**params: Any) -> None:
 @click.option("--request-rates", type=_Numbers(), default=_RATES, help="Requests per second of each row, in order.")
 @click.option("--seconds", type=_positive, help="At most as many prompts a row as its rate sends in this time.")
 @click.option("--goodput", multiple=True, default=_OBJECTIVES, metavar="NAME:MS...", help="Objectives.")
-@click.option("--plot-format", default="svg", help="svg, png or both: svg,png.")
+@click.option("--plot-format", type=click.Choice(["svg", "png", "svg,png"]), default="svg")
 def sweep(**params: Any) -> None:
     """Measure a running server at several request rates: a table, result files, plots of goodput and latency.
 
@@ -244,6 +245,8 @@ def _load_test(params: dict[str, Any], rate: float, goodput: Sequence[str]) -> "
     from loadtest.datasets import Sampling
     from loadtest.serve import LoadTest
 
+    if not all(0 <= each <= 100 for each in params["metric_percentiles"]):
+        raise click.BadParameter("percentiles are within 0 to 100", param_hint="--metric-percentiles")
     self_timed = params["self_timed"]
     if self_timed is None:
         self_timed = params["dataset_name"] == "prefix-trace" and math.isinf(rate)
@@ -297,13 +300,20 @@ def _target(params: dict[str, Any]) -> Any:
     url = params["base_url"] or f"http://{params['host']}:{port}"
     if "://" not in url:
         url = f"http://{url}"
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        known = False
+    if not known:
+        raise click.BadParameter(f"{url!r} is not http(s)://HOST[:PORT]", param_hint="--base-url")
     headers = {name.lower(): value for name, value in _pairs(params["header"], "--header").items()}
     if (key := os.environ.get("OPENAI_API_KEY")) and "authorization" not in headers:
         headers["authorization"] = f"Bearer {key}"
     try:
-        extra = json.loads(params["extra_body"] or "{}")
-    except ValueError as error:
-        raise click.BadParameter(f"not JSON: {error}", param_hint="--extra-body") from error
+        extra = dict(json.loads(params["extra_body"] or "{}"))
+    except (ValueError, TypeError) as error:
+        raise click.BadParameter(f"not a JSON object: {error}", param_hint="--extra-body") from error
     return Target(
         backend=backend,
         url=url.rstrip("/"),

@@ -28,8 +28,8 @@ def environment() -> dict[str, Any]:
 
 
 def command(arguments: list[str]) -> str:
-    """The command line as one would type it, without the values of headers, which may be keys."""
-    shown = [Path(arguments[0]).name, *arguments[1:]]
+    """The command line of `fulcrum` as one would type it, without the values of headers, which may be keys."""
+    shown = ["fulcrum", *arguments[1:]]
     for number, argument in enumerate(shown):
         if argument.startswith("--header="):
             shown[number] = argument.partition("=")[0] + "=" + _masked(argument.partition("=")[2])

@@ -101,7 +101,7 @@ class Answer:
         text = choice.text or ""
         if delta is not None:
             text = delta.content or delta.reasoning or delta.reasoning_content or ""
-        last = choice.finish_reason is not None
+        last = bool(choice.finish_reason)  # some servers send an empty one before
         self._finished |= last
         record.text += text
         # An empty text may be a token (half a character, a special token). But a first chunk that only names the role

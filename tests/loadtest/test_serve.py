@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -288,7 +291,12 @@ def test_fail_on_error_is_an_exit_status(mock_server, prompts):
         (["--percentile-metrics", "ttft,x"], "none of ttft"),
         (["--metric-percentiles", "a"], "list of numbers"),
         (["--random-range-ratio", "1"], "below 1"),
-        (["--extra-body", "{"], "not JSON"),
+        (["--extra-body", "{"], "not a JSON object"),
+        (["--extra-body", "3"], "not a JSON object"),
+        (["--metric-percentiles", "50,101"], "within 0 to 100"),
+        (["--base-url", "ftp://x"], "not http"),
+        (["--base-url", "http://x:99999"], "not http"),
+        (["--request-rate", "0"], "--request-rate"),
     ],
 )
 def test_wrong_options_are_named(arguments, message):
@@ -327,6 +335,58 @@ def test_interrupt_prints_what_there_is(mock_server, stream, prompts):
     assert "Successful requests:                     7" in out
     assert "Unfinished requests (interrupted):       1" in out
     assert "Mean TTFT (ms):" in out
+
+
+def test_workers_end_with_their_parent(mock_server, prompts):
+    asked = threading.Event()
+
+    async def answer(call):
+        asked.set()
+        await asyncio.sleep(600)
+
+    with mock_server(answer) as server:
+        arguments = ["--base-url", server.url, "--model", "m", "--dataset-name", "custom", "--dataset-path", prompts]
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "cli",
+                "bench",
+                "serve",
+                *map(str, arguments),
+                "--num-prompts",
+                "2",
+                "--workers",
+                "2",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            assert asked.wait(60)
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        finally:
+            process.kill()
+            process.wait()
+        assert len(children) >= 2
+        deadline = time.monotonic() + 60
+        while any(_alive(pid) for pid in children):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def _alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_file_of_another_form_is_told(load_test, tmp_path):
+    path = tmp_path / "file.json"
+    path.write_text('[{"conversations": [{"text": "a"}, {"text": "b"}]}]')
+    with pytest.raises(LoadTestError, match="not of the form that sharegpt wants"):
+        load_test("http://x", dataset="sharegpt", sampling=Sampling(path, 1)).chains()
 
 
 async def _flood(call, *, block):
