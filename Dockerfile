@@ -4,7 +4,7 @@
 FROM python:3.12-slim
 
 # The usual torch wheel runs on CUDA and on CPUs. For a smaller image without CUDA:
-#   docker build --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .
+#   docker build --build-arg PIP_EXTRA_INDEX_URL=... .   (PyTorch's index of CPU wheels)
 ARG PIP_EXTRA_INDEX_URL=
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
 

@@ -45,10 +45,10 @@ class Budget(click.ParamType[int | float]):
         return int(number * _UNITS[unit])
 
 
-def option(name: str, **settings: Any) -> Decorator[Any]:
+def option(name: str, *aliases: str, **settings: Any) -> Decorator[Any]:
     """A click option that FULCRUM_NAME also sets (several values: separated by blanks) and whose help says so."""
     variable = "FULCRUM_" + name.partition("/")[0].removeprefix("--").replace("-", "_").upper()
-    return click.option(name, envvar=variable, show_envvar=True, **{"show_default": True} | settings)
+    return click.option(name, *aliases, envvar=variable, show_envvar=True, **{"show_default": True} | settings)
 
 
 def together(*decorators: Decorator[Any]) -> Decorator[Any]:
@@ -117,7 +117,13 @@ engine_settings = together(
     option(
         "--chunked-prefill/--no-chunked-prefill", default=True, help="Compute long prompts beside decodes, in pieces."
     ),
-    option("--logits-processor", multiple=True, metavar="PKG.MOD:CLASS", help="Applied to the logits, in order."),
+    option(
+        "--logits-processor",
+        "--logits-processors",
+        multiple=True,
+        metavar="PKG.MOD:CLASS",
+        help="Applied to the logits, in order.",
+    ),
     option("--threads", type=int, show_default="the cores at hand", help="Torch threads on the CPU."),
 )
 

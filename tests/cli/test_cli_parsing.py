@@ -127,7 +127,7 @@ def test_engine_options_reach_the_engine() -> None:
         "--no-prefix-cache",
         "--no-chunked-prefill",
         "--logits-processor=a.b:C",
-        "--logits-processor=a.b:D",
+        "--logits-processors=a.b:D",
         "--threads=1",
     )
     assert settings.engine_config(params, Path("m")) == EngineConfig(
