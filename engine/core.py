@@ -48,7 +48,6 @@ class EngineCore:
         self._overlap = overlap
         self._in_flight: deque[tuple[Step, Any]] = deque()
         self._born = time.monotonic()
-        self._stats = CoreStats()
 
     @property
     def has_work(self) -> bool:
@@ -74,7 +73,7 @@ class EngineCore:
                 updates += self._fail(step, error)
         if self._in_flight and (step is None or len(self._in_flight) > self._overlap):
             updates += self._collect(scheduled)
-        self._stats.schedule_seconds += scheduled - began
+        self.scheduler.stats.schedule_seconds += scheduled - began
         return Turn(started, scheduled_at, updates)
 
     def _collect(self, scheduled: float) -> list[SequenceUpdate]:
@@ -89,8 +88,9 @@ class EngineCore:
             for update in updates:
                 if update.finish is FinishReason.ERROR:
                     logger.error("request %s, sequence %d: %s", update.request_id, update.index, update.message)
-        self._stats.execute_seconds += computed - scheduled
-        self._stats.process_seconds += time.perf_counter() - computed
+        stats = self.scheduler.stats
+        stats.execute_seconds += computed - scheduled
+        stats.process_seconds += time.perf_counter() - computed
         return updates
 
     def _fail(self, step: Step, error: RuntimeError) -> list[SequenceUpdate]:
@@ -98,7 +98,7 @@ class EngineCore:
         return self.scheduler.fail(step, str(error))
 
     def _count(self, step: Step) -> None:
-        stats = self._stats
+        stats = self.scheduler.stats
         stats.steps += 1
         stats.last_step_rows = len(step.works)
         stats.max_step_rows = max(stats.max_step_rows, len(step.works))
@@ -106,7 +106,6 @@ class EngineCore:
 
     def stats(self) -> CoreStats:
         """Gauges of this moment and counters since the start."""
-        stats = self._stats
+        stats = self.scheduler.stats
         stats.uptime_seconds = time.monotonic() - self._born
-        self.scheduler.fill_stats(stats)
         return stats

@@ -23,7 +23,7 @@ Rules kept here:
 import random
 from bisect import bisect_left, insort
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from operator import attrgetter
 
 from engine.cache.kv_cache import KVCache
@@ -35,35 +35,13 @@ from engine.request import FinishReason, RejectReason, Request, RequestRejected
 from engine.sequence import Sequence, SequenceUpdate, State
 from engine.step import PageUpdate, RowInit, RowWork, Sample, Step, StepResult
 
-__all__ = ["IntegrityError", "Scheduler", "SchedulerStats", "SequenceUpdate"]
+__all__ = ["IntegrityError", "Scheduler", "SequenceUpdate"]
 
 LOOK_AHEAD = 4
 MAX_OVERTAKEN = 64
 WATERMARK = 0.01  # of the pool; at least one page
 
 _rank = attrgetter("rank")
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Gauges of this moment and counters since the start, named as in `CoreStats`."""
-
-    running_sequences: int = 0
-    waiting_sequences: int = 0
-    live_requests: int = 0
-    total_pages: int = 0
-    free_pages: int = 0
-    cached_pages: int = 0
-    used_pages: int = 0
-    prefill_tokens: int = 0
-    generated_tokens: int = 0
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    preemptions: int = 0
-    requests_accepted: int = 0
-    requests_rejected: int = 0
-    requests_finished: int = 0
-    requests_aborted: int = 0
 
 
 class Scheduler:
@@ -103,7 +81,7 @@ class Scheduler:
         self._watermark = max(1, int(num_pages * WATERMARK))
         self._eos = dict.fromkeys(eos_token_ids, FinishReason.EOS)
         self._random = random.Random(seed)
-        self._stats = SchedulerStats(total_pages=num_pages)
+        self._stats = CoreStats(total_pages=num_pages)
         self._live: dict[str, dict[int, Sequence]] = {}  # unfinished sequences, by request and index
         self._new: set[str] = set()  # live requests of which nothing was scheduled yet
         self._started: list[tuple[str, int]] = []
@@ -533,8 +511,8 @@ class Scheduler:
         return self._num_sequences - self.num_running
 
     @property
-    def stats(self) -> SchedulerStats:
-        """Gauges and counters, brought up to date."""
+    def stats(self) -> CoreStats:
+        """Counters, and gauges brought up to date; what concerns steps and time is for the core to fill in."""
         stats = self._stats
         stats.running_sequences = self.num_running
         stats.waiting_sequences = self.num_waiting
@@ -543,12 +521,6 @@ class Scheduler:
         stats.cached_pages = self._cache.num_cached
         stats.used_pages = stats.total_pages - stats.free_pages - stats.cached_pages
         return stats
-
-    def fill_stats(self, stats: CoreStats) -> None:
-        """Writes `stats` into the fields of the same names."""
-        own = self.stats
-        for one in fields(own):
-            setattr(stats, one.name, getattr(own, one.name))
 
     def flush_cache(self) -> int:
         """Forgets every cached prefix, those in use too (their sequences keep the pages until they end).

@@ -6,8 +6,9 @@ from functools import cache
 
 import pytest
 
+from engine.messages import CoreStats
 from engine.request import Request, SamplingParams
-from engine.scheduler import Scheduler, SchedulerStats
+from engine.scheduler import Scheduler
 from engine.step import StepResult
 
 VOCAB = 50_000
@@ -19,7 +20,7 @@ def block(hash_id: int) -> tuple[int, ...]:
     return tuple(random.Random(hash_id).choices(range(VOCAB), k=16))
 
 
-def replay(path, num_pages: int) -> SchedulerStats:
+def replay(path, num_pages: int) -> CoreStats:
     """All requests of the trace in order, one at a time, one token each."""
     scheduler = Scheduler(
         num_pages=num_pages,
