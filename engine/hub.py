@@ -1,6 +1,7 @@
 """Finds the model that a person named: a path as it is, the default model, or a hub id.
 
-Knows nothing of what is inside a model.
+Knows nothing of what is inside a model. The one file of the engine that uses a network, and only before a core exists:
+it fetches what is not at hand.
 """
 
 import fcntl
