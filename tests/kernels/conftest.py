@@ -1,0 +1,15 @@
+"""Triton kernels run interpreted where there is no CUDA device: this is set before any of them is imported."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where kernels run: a CUDA device, or the CPU under the interpreter (float32 and float16 alone are right there)."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
