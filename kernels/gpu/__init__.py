@@ -1,0 +1,1 @@
+"""Triton kernels; each has its torch twin one folder up."""
