@@ -117,6 +117,14 @@ engine_settings = together(
     option(
         "--chunked-prefill/--no-chunked-prefill", default=True, help="Compute long prompts beside decodes, in pieces."
     ),
+    option("--overlap/--no-overlap", default=True, help="CUDA: launch a step before the last one is read back."),
+    option("--cuda-graphs/--no-cuda-graphs", default=True, help="CUDA: replay recorded steps."),
+    option(
+        "--attention",
+        default="auto",
+        type=click.Choice(["auto", "reference"]),
+        help="reference: plain torch on CUDA too, kept to measure against.",
+    ),
     option(
         "--logits-processor",
         "--logits-processors",

@@ -41,6 +41,9 @@ def engine_config(params: Params, model: Path) -> EngineConfig:
             scheduler=params["scheduler"],
             prefix_cache=params["prefix_cache"],
             chunked_prefill=params["chunked_prefill"],
+            overlap=params["overlap"],
+            cuda_graphs=params["cuda_graphs"],
+            attention=params["attention"],
             logits_processors=params["logits_processor"],
             threads=params["threads"],
         )

@@ -26,6 +26,9 @@ class EngineConfig:
         scheduler: "static" is the naive baseline, kept to measure against.
         prefix_cache: share the pages of equal prefixes.
         chunked_prefill: let a prompt be computed over several steps beside decodes.
+        overlap: on CUDA, launch a step before the one before it has been collected.
+        cuda_graphs: on CUDA, replay recorded steps instead of launching kernel by kernel.
+        attention: "reference" runs the plain-torch kernels on CUDA too, without graphs; kept to measure against.
         logits_processors: "package.module:Class" of user logits processors, applied in order.
         threads: torch threads on the CPU (None: the cores this process may use).
         seed: of dummy weights (None: 0), and of the seeds minted for requests without one (None: new at every start).
@@ -43,6 +46,9 @@ class EngineConfig:
     scheduler: SchedulerName = "continuous"
     prefix_cache: bool = True
     chunked_prefill: bool = True
+    overlap: bool = True
+    cuda_graphs: bool = True
+    attention: Literal["auto", "reference"] = "auto"
     logits_processors: tuple[str, ...] = ()
     threads: int | None = None
     seed: int | None = None
