@@ -1,13 +1,18 @@
 """Puts an engine core together from its settings. The only place that chooses between implementations."""
 
 import importlib.metadata
+from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.device import LoadedModel, load_model
 from engine.messages import CoreInfo
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.static_scheduler import StaticScheduler
+
+if TYPE_CHECKING:
+    from engine.gpu.runner import GpuRunner
 
 
 def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[EngineCore, CoreInfo]:
@@ -17,7 +22,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[EngineCo
         ModelError: the model cannot be served as asked.
         ValueError: a logits processor cannot be loaded.
     """
-    runner = ModelRunner(config, progress=progress)
+    runner = _runner(config, load_model(config, progress=progress))
     model = runner.model_config
     kind = StaticScheduler if config.scheduler == "static" else Scheduler
     scheduler = kind(
@@ -30,6 +35,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[EngineCo
         eos_token_ids=model.eos_token_ids,
         prefix_cache=config.prefix_cache,
         chunked_prefill=config.chunked_prefill,
+        reserve_full_length=config.reserve_full_length,
         seed=config.seed,
     )
     runner.warm_up()
@@ -45,4 +51,12 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[EngineCo
         max_num_seqs=config.max_num_seqs,
         version=importlib.metadata.version("fulcrum-llm"),
     )
-    return EngineCore(scheduler, runner), info
+    return EngineCore(scheduler, runner, overlap=int(config.overlap and runner.device.type == "cuda")), info
+
+
+def _runner(config: EngineConfig, model: LoadedModel) -> "ModelRunner | GpuRunner":
+    if model.device.type == "cpu" or config.attention == "reference":
+        return ModelRunner(config, model)
+    from engine.gpu.runner import GpuRunner  # brings Triton, which a CPU does without
+
+    return GpuRunner(config, model)

@@ -1,27 +1,22 @@
-"""Executes the scheduler's steps: rows on the device, one forward pass, sampling. Knows no requests and no policy."""
+"""Executes the scheduler's steps in plain torch, on any device. Knows no requests and no policy."""
 
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.device import LoadedModel
 from engine.logits import load_logits_processors
-from engine.malloc import keep_freed_memory
-from engine.model.checkpoint import open_checkpoint
 from engine.model.config import ModelConfig
-from engine.model.decoder import Decoder
 from engine.model.errors import ModelError
-from engine.model.weights import fill_dummy, load_weights
 from engine.request import SamplingParams
 from engine.sampler import Sampler
 from engine.step import RowInit, RowWork, Sample, Step, StepResult
 from kernels.attention import Query, plan_attention
-from kernels.linear import cpu_computes_bfloat16
 
 _CPU_BUDGET = 2 << 30  # bytes of KV
 _CUDA_BUDGET = 0.9  # of the device's memory
@@ -41,10 +36,7 @@ class Launched:
 
 
 class ModelRunner:
-    """The model, its KV pool and its rows.
-
-    Args:
-        progress: show a bar while weights load.
+    """The model, its KV pool and its rows, in plain torch: the CPU's runner, and the reference of `engine.gpu.runner`.
 
     Attributes:
         model_config: shape of the model.
@@ -53,27 +45,18 @@ class ModelRunner:
         dtype, device: of weights and KV.
 
     Raises:
-        ModelError: the model cannot be served as asked.
+        ModelError: the budget leaves no room for the KV pool.
         ValueError: a logits processor cannot be loaded.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
-        self.device = _device(config.device)
-        if self.device.type == "cpu":
-            torch.set_num_threads(config.threads or _usable_cores())
-            keep_freed_memory()
-        checkpoint = open_checkpoint(config.model)
-        self.model_config: ModelConfig = checkpoint.config
-        self.max_model_len = _max_model_len(config, self.model_config)
-        self.dtype = _dtype(config, self.device)
+    def __init__(self, config: EngineConfig, model: LoadedModel) -> None:
+        self.device, self.dtype, self.max_model_len = model.device, model.dtype, model.max_model_len
+        self.model_config: ModelConfig = model.config
+        self.page_bytes = model.page_bytes(config.page_size)
+        self._decoder = model.decoder
+        self._page_size = config.page_size
+        self._max_num_seqs = config.max_num_seqs
         with torch.inference_mode():
-            self._decoder = Decoder(self.model_config, self.dtype, self.device)
-            if config.load_format == "dummy":
-                fill_dummy(self._decoder, config.seed or 0)
-            else:
-                load_weights(self._decoder, checkpoint, progress=progress)
-            self._page_size = config.page_size
-            self._max_num_seqs = config.max_num_seqs
             # One column more: the token that the last position of the window is sampled to.
             self._token_ids = torch.zeros(
                 config.max_num_seqs, self.max_model_len + 1, dtype=torch.int32, device=self.device
@@ -95,12 +78,6 @@ class ModelRunner:
                 dtype=torch.int32,
                 device=self.device,
             )
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page: K and V of all layers."""
-        model = self.model_config
-        return 2 * model.num_layers * self._page_size * model.kv_size * self.dtype.itemsize
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
@@ -245,45 +222,3 @@ class ModelRunner:
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
         # numpy's zeros are the system's: memory is taken when a page is first written, not now.
         return torch.from_numpy(np.zeros(pages * self.page_bytes, np.uint8)).view(self.dtype).view(shape)
-
-
-def _usable_cores() -> int:
-    """Cores that this process may use: its affinity, and the CPU quota of its container (cgroup v2)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota_file = Path("/sys/fs/cgroup/cpu.max")
-    if quota_file.exists():
-        quota, period = quota_file.read_text().split()
-        if quota != "max":
-            cores = min(cores, math.ceil(int(quota) / int(period)))
-    return cores
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ModelError(f"device {name!r} is none that torch knows") from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ModelError(f"device {name!r} is not available here")
-    return device
-
-
-def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    if config.dtype != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
-    native = (
-        torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else cpu_computes_bfloat16()
-    )
-    return torch.bfloat16 if native else torch.float32
-
-
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    if config.max_model_len is None:
-        return model.window
-    if config.max_model_len > model.window:
-        raise ModelError(
-            f"max_model_len ({config.max_model_len}) is beyond the model's window of {model.window} tokens"
-        )
-    return config.max_model_len

@@ -1,7 +1,7 @@
 """From logits to tokens: which stage works on which rows of a step, in the order that SamplingParams documents.
 
-The rows' parameters lie in tensors on the device. A stage that no row of the step needs is skipped; one that some need
-sees only those. Knows nothing of the model, of pages or of when a sequence ends.
+The rows' parameters lie on the host. A stage that no row of the step needs is skipped; one that some need sees only
+those. Knows nothing of the model, of pages or of when a sequence ends.
 """
 
 import enum
@@ -93,18 +93,16 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._processors = tuple(processors)
-        # On the host, so that the device is never asked which stages a step needs.
+        # On the host: the device is never asked which stages a step needs, and is given what those need.
         self._inits: list[RowInit | None] = [None] * max_num_seqs
         self._uses = np.zeros(max_num_seqs, dtype=np.uint8)
-        self._host_top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self._masked_until = np.zeros(max_num_seqs, dtype=np.int64)  # the row's length once min_tokens are generated
         self._stop_ids = [np.empty(0, dtype=np.int64)] * max_num_seqs
         self._bias_ids = [np.empty(0, dtype=np.int64)] * max_num_seqs
         self._bias = [np.empty(0, dtype=np.float32)] * max_num_seqs
-        # On the device, a column for each row, so that a new row costs two small copies.
-        self._floats = torch.zeros(6, max_num_seqs, dtype=torch.float64, device=device)
+        self._floats = np.zeros((6, max_num_seqs), dtype=np.float64)
         self._temperature, self._top_p, self._min_p, self._repetition, self._presence, self._frequency = self._floats
-        self._ints = torch.zeros(4, max_num_seqs, dtype=torch.int64, device=device)
+        self._ints = np.zeros((4, max_num_seqs), dtype=np.int64)
         self._top_k, self._seed, self._index, self._prompt_length = self._ints
 
     def add_row(self, init: RowInit) -> None:
@@ -120,7 +118,6 @@ class Sampler:
             raise ValueError(f"logit_bias names a token id outside the vocabulary of {self._vocab_size}")
         self._inits[row] = init
         self._uses[row] = _uses(params, self._vocab_size)
-        self._host_top_k[row] = params.top_k
         self._masked_until[row] = init.prompt_length + params.min_tokens
         # A stop token outside the vocabulary cannot be sampled: nothing is there to mask.
         stops = [token for token in init.stop_mask if 0 <= token < self._vocab_size]
@@ -135,9 +132,9 @@ class Sampler:
             params.presence_penalty,
             params.frequency_penalty,
         )
-        self._floats[:, row] = torch.tensor(floats, dtype=torch.float64)
+        self._floats[:, row] = floats
         seed = ((params.seed + 2**63) % 2**64) - 2**63  # the same 64 bits, as a signed integer
-        self._ints[:, row] = torch.tensor((min(params.top_k, self._vocab_size), seed, init.index, init.prompt_length))
+        self._ints[:, row] = (min(params.top_k, self._vocab_size), seed, init.index, init.prompt_length)
 
     def sample(
         self, logits: Tensor, rows: Sequence[int], token_ids: Tensor, num_tokens: Sequence[int]
@@ -157,11 +154,10 @@ class Sampler:
         Raises:
             LogitsProcessorError: a user's processor raised, or returned something that is not logits.
         """
-        host_row, host_length = np.asarray(rows, dtype=np.int64), np.asarray(num_tokens, dtype=np.int64)
-        batch = _Batch(host_row, host_length, self._put(host_row), self._put(host_length))
+        batch = self._batch(rows, num_tokens)
         logits = self._adjust(logits, batch, token_ids)
         random = self._positions(batch, _Uses.RANDOM)
-        if random.size and random.size == host_row.size:
+        if random.size and random.size == batch.host_row.size:
             largest = logits.amax(-1)  # twenty times cheaper on a CPU than with the index
             tokens = self._draw(logits, largest, batch)
         else:
@@ -171,6 +167,28 @@ class Sampler:
                 tokens[at] = self._draw(logits[at], largest[at], batch.select(random, at))
         failed = ~largest.isfinite()
         return tokens.masked_fill_(failed, 0), failed
+
+    def draws(self, rows: NDArray[np.int64]) -> bool:
+        """Whether one of these rows needs a random number."""
+        return bool((self._uses[rows] & _Uses.RANDOM).any())
+
+    def adjusts(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> bool:
+        """Whether `adjust` would change the logits of one of these rows."""
+        stages = _Uses.BIAS | _Uses.PENALTIES
+        masked = num_tokens < self._masked_until[rows]
+        return bool(self._processors) or bool((self._uses[rows] & stages).any()) or bool(masked.any())
+
+    def adjust(self, logits: Tensor, rows: Sequence[int], token_ids: Tensor, num_tokens: Sequence[int]) -> Tensor:
+        """The first half of `sample`, whose arguments it takes: the logits as a token is chosen from them.
+
+        Raises:
+            LogitsProcessorError: a user's processor raised, or returned something that is not logits.
+        """
+        return self._adjust(logits, self._batch(rows, num_tokens), token_ids)
+
+    def _batch(self, rows: Sequence[int], num_tokens: Sequence[int]) -> _Batch:
+        row, length = np.asarray(rows, dtype=np.int64), np.asarray(num_tokens, dtype=np.int64)
+        return _Batch(row, length, self._put(row), self._put(length))
 
     def _adjust(self, logits: Tensor, batch: _Batch, token_ids: Tensor) -> Tensor:
         """The logits after bias, penalties, user processors and stop mask: all that changes the order of tokens."""
@@ -190,11 +208,11 @@ class Sampler:
                 return penalize(
                     logits,
                     history[part.row],
-                    self._prompt_length[part.row],
+                    self._put(self._prompt_length[part.host_row]),
                     part.length,
-                    repetition=self._repetition[part.row].float(),
-                    presence=self._presence[part.row].float(),
-                    frequency=self._frequency[part.row].float(),
+                    repetition=self._put(self._repetition[part.host_row]).float(),
+                    presence=self._put(self._presence[part.host_row]).float(),
+                    frequency=self._put(self._frequency[part.host_row]).float(),
                 )
 
             logits = self._stage(penalized, penalties, batch, logits)
@@ -208,21 +226,22 @@ class Sampler:
         """Temperature, top_k, top_p, min_p, and a token out of what is left."""
 
         def top_k(part: _Batch, weights: Tensor, scores: Tensor) -> Tensor:
-            largest_k = int(self._host_top_k[part.host_row].max())
-            return top_k_filter(weights, scores, self._top_k[part.row], largest_k)
+            largest_k = int(self._top_k[part.host_row].max())
+            return top_k_filter(weights, scores, self._put(self._top_k[part.host_row]), largest_k)
 
         def top_p(part: _Batch, weights: Tensor) -> Tensor:
-            return top_p_filter(weights, self._top_p[part.row])
+            return top_p_filter(weights, self._put(self._top_p[part.host_row]))
 
         def min_p(part: _Batch, weights: Tensor, scores: Tensor) -> Tensor:
-            return min_p_filter(weights, scores, self._min_p[part.row].float())
+            return min_p_filter(weights, scores, self._put(self._min_p[part.host_row]).float())
 
-        scores = scale(logits, largest, self._temperature[batch.row].float())
+        scores = scale(logits, largest, self._put(self._temperature[batch.host_row]).float())
         weights = token_weights(scores)
         weights = self._stage(self._positions(batch, _Uses.TOP_K), top_k, batch, weights, scores)
         weights = self._stage(self._positions(batch, _Uses.TOP_P), top_p, batch, weights)
         weights = self._stage(self._positions(batch, _Uses.MIN_P), min_p, batch, weights, scores)
-        return draw(weights, uniform(self._seed[batch.row], self._index[batch.row], batch.length))
+        seed, index = self._put(self._seed[batch.host_row]), self._put(self._index[batch.host_row])
+        return draw(weights, uniform(seed, index, batch.length))
 
     def _stage(
         self, needed: NDArray[np.int64], change: Callable[..., Tensor], batch: _Batch, values: Tensor, *also: Tensor
@@ -255,5 +274,5 @@ class Sampler:
             rows.append(LogitsRow(token_ids[row, :length], init.prompt_length, init.index, init.params))
         return rows
 
-    def _put(self, array: NDArray[np.int64] | NDArray[np.float32]) -> Tensor:
+    def _put(self, array: NDArray[np.int64] | NDArray[np.float32] | NDArray[np.float64]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

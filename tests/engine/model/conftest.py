@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from engine.config import EngineConfig
+from engine.device import load_model
 from engine.request import SamplingParams
 from engine.runner import ModelRunner
 from engine.step import PageUpdate, RowInit, RowWork, Sample, Step
@@ -59,7 +60,8 @@ def make_runner(folder: Path, **config: Any) -> ModelRunner:
         "max_num_seqs": 16,
         **config,
     }
-    return ModelRunner(EngineConfig(model=folder, **settings), progress=False)
+    config = EngineConfig(model=folder, **settings)
+    return ModelRunner(config, load_model(config, progress=False))
 
 
 def row_init(row: int, tokens: Sequence[int]) -> RowInit:

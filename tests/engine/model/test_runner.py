@@ -9,6 +9,7 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.config import EngineConfig
+from engine.device import load_model
 from engine.model.checkpoint import open_checkpoint
 from engine.model.errors import ModelError
 from engine.runner import ModelRunner
@@ -213,7 +214,8 @@ def test_smollm2(default_model, own_data, tools):
     golden = json.loads((own_data / "smollm2_golden.json").read_text())
     cases = [case["ids"] for case in golden["tokenizer_cases"] if case["ids"]]
     more = [sum(cases[at::5], [1]) for at in range(5)]  # of many languages and scripts
-    runner = ModelRunner(EngineConfig(model=default_model, dtype="float32", threads=1), progress=False)
+    config = EngineConfig(model=default_model, dtype="float32", threads=1)
+    runner = ModelRunner(config, load_model(config, progress=False))
     driver = tools.Driver(runner)
     outputs = driver.generate([*(case["prompt_ids"] for case in golden["prompts"]), *more], 64, chunk=50, stagger=3)
     assert outputs[:5] == [case["output_ids"] for case in golden["prompts"]]

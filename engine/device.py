@@ -1,0 +1,110 @@
+"""Where and in what precision a model runs, and the loading of its weights there. Knows no steps and no pages."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.config import EngineConfig
+from engine.malloc import keep_freed_memory
+from engine.model.checkpoint import open_checkpoint
+from engine.model.config import ModelConfig
+from engine.model.decoder import Decoder
+from engine.model.errors import ModelError
+from engine.model.weights import fill_dummy, load_weights
+from kernels.linear import cpu_computes_bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model on its device.
+
+    Args:
+        decoder: with its weights.
+        max_model_len: longest sequence, tokens.
+        dtype, device: of weights and KV.
+    """
+
+    decoder: Decoder
+    max_model_len: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def config(self) -> ModelConfig:
+        """Shape of the model."""
+        return self.decoder.config
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page: K and V of all layers."""
+        return 2 * self.config.num_layers * page_size * self.config.kv_size * self.dtype.itemsize
+
+
+def load_model(config: EngineConfig, *, progress: bool = True) -> LoadedModel:
+    """Loads the model as the settings say.
+
+    Args:
+        progress: show a bar while weights load.
+
+    Raises:
+        ModelError: the model cannot be served as asked.
+    """
+    device = find_device(config.device)
+    if device.type == "cpu":
+        torch.set_num_threads(config.threads or _usable_cores())
+        keep_freed_memory()
+    checkpoint = open_checkpoint(config.model)
+    max_model_len = _max_model_len(config, checkpoint.config)
+    dtype = _dtype(config, device)
+    with torch.inference_mode():
+        decoder = Decoder(checkpoint.config, dtype, device)
+        if config.load_format == "dummy":
+            fill_dummy(decoder, config.seed or 0)
+        else:
+            load_weights(decoder, checkpoint, progress=progress)
+    return LoadedModel(decoder, max_model_len, dtype, device)
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name ("auto": cuda where there is one, else cpu). Raises ModelError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"device {name!r} is none that torch knows") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ModelError(f"device {name!r} is not available here")
+    return device
+
+
+def _usable_cores() -> int:
+    """Cores that this process may use: its affinity, and the CPU quota of its container (cgroup v2)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota_file = Path("/sys/fs/cgroup/cpu.max")
+    if quota_file.exists():
+        quota, period = quota_file.read_text().split()
+        if quota != "max":
+            cores = min(cores, math.ceil(int(quota) / int(period)))
+    return cores
+
+
+def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    if config.dtype != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
+    native = (
+        torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else cpu_computes_bfloat16()
+    )
+    return torch.bfloat16 if native else torch.float32
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len is None:
+        return model.window
+    if config.max_model_len > model.window:
+        raise ModelError(
+            f"max_model_len ({config.max_model_len}) is beyond the model's window of {model.window} tokens"
+        )
+    return config.max_model_len
