@@ -4,6 +4,7 @@ ShareGPT, random and custom are sampled by the rules of `vllm bench serve` 0.26,
 give the same requests. Each function returns chains of prompts in the order in which they are to be sent.
 """
 
+import itertools
 import json
 import math
 import random
@@ -48,6 +49,25 @@ class Sampling:
     prefix_len: int = 2048
     suffix_len: int = 128
     prefix_output_len: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """A request of a trace, its lengths (tokens) shrunk in proportion to the block; `timestamp` in seconds."""
+
+    timestamp: float
+    input_len: int
+    output_len: int
+    hash_ids: tuple[int, ...]
+
+
+def trace_rows(sampling: Sampling) -> Iterator[TraceRow]:
+    """The first `count` requests of a trace file. Raises: LoadTestError; KeyError and TypeError for another form."""
+    for row in itertools.islice(_lines(sampling), sampling.count):
+        input_len, output_len = (
+            max(1, row[name] * sampling.block // _TRACE_BLOCK) for name in ("input_length", "output_length")
+        )
+        yield TraceRow(row["timestamp"] / 1000, input_len, output_len, tuple(row["hash_ids"]))
 
 
 def sharegpt(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain]:
@@ -126,18 +146,15 @@ def prefix_trace(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list
     """
     blocks: dict[int, list[int]] = {}
     chains: list[Chain] = []
-    for row in _lines(sampling):
-        if len(chains) == sampling.count:
-            break
+    for row in trace_rows(sampling):
         ids: list[int] = []
-        for number in row["hash_ids"]:
+        for number in row.hash_ids:
             if number not in blocks:
                 blocks[number] = random.Random(number).choices(COMMON_IDS, k=sampling.block)
             ids += blocks[number]
-        length = max(1, row["input_length"] * sampling.block // _TRACE_BLOCK)
-        output = max(1, row["output_length"] * sampling.block // _TRACE_BLOCK)
-        prompt = Prompt(ids[:length], output if sampling.output_len is None else sampling.output_len, len(ids[:length]))
-        chains.append(Chain((prompt,), row["timestamp"] / 1000))
+        output = row.output_len if sampling.output_len is None else sampling.output_len
+        prompt = ids[: row.input_len]
+        chains.append(Chain((Prompt(prompt, output, len(prompt)),), row.timestamp))
     return chains
 
 

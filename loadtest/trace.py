@@ -1,0 +1,100 @@
+"""Traces as token ids, the names of their pages, and the hit rates that a cache could have. Knows no engine, no server.
+
+A hit is counted as vLLM counts it: the longest run of cached full pages from the start of the prompt, but for its last
+token, whose logits are wanted: floor(min(run, n - 1) / page) * page tokens of a prompt of n.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from loadtest.datasets import Sampling, trace_rows
+
+GENERATED = 0
+"""What a model-free runner generates; no token of a trace's prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace: token ids, and how many tokens it generates."""
+
+    prompt: tuple[int, ...]
+    output_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Prompt tokens that were looked up, and those of them that were found in the cache."""
+
+    queried: int
+    cached: int
+
+    @property
+    def rate(self) -> float:
+        """Cached tokens for each token queried."""
+        return self.cached / self.queried if self.queried else 0.0
+
+
+class PageNames:
+    """Numbers for pages: equal ones for equal tokens after equal pages. Exact, where an engine hashes."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._names: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def extend(self, names: list[int], tokens: Sequence[int]) -> None:
+        """Appends the names of the full pages of `tokens` that `names` does not reach yet."""
+        for end in range((len(names) + 1) * self.page_size, len(tokens) + 1, self.page_size):
+            key = (names[-1] if names else -1, tuple(tokens[end - self.page_size : end]))
+            names.append(self._names.setdefault(key, len(self._names)))
+
+    def of(self, tokens: Sequence[int]) -> list[int]:
+        """The names of all full pages."""
+        names: list[int] = []
+        self.extend(names, tokens)
+        return names
+
+
+def read_trace(sampling: Sampling, *, max_tokens: int | None = None) -> list[TraceRequest]:
+    """The first `count` requests of a trace file (see `datasets.prefix_trace`), for runs without a model.
+
+    Every token of a block is the block's hash id + 1: what is equal or differs is what the trace says.
+
+    Args:
+        max_tokens: of every request, instead of the trace's own output lengths.
+
+    Raises: LoadTestError.
+    """
+    return [
+        TraceRequest(
+            tuple(hash_id + 1 for hash_id in row.hash_ids for _ in range(sampling.block))[: row.input_len],
+            max_tokens or row.output_len,
+        )
+        for row in trace_rows(sampling)
+    ]
+
+
+def ideal(prompts: Iterable[Sequence[int]], page_size: int, pages: int | None = None) -> Hits:
+    """What a cache of so many pages (None: infinite) finds that evicts the least recently used page.
+
+    Prompts come one after another; of one prompt the later page counts as the less recent.
+    """
+    names, cached = PageNames(page_size), OrderedDict[int, None]()
+    queried = found = 0
+    for prompt in prompts:
+        keys = names.of(prompt)
+        queried += len(prompt)
+        found += page_size * sum(1 for _ in _run(keys[: (len(prompt) - 1) // page_size], cached))
+        for key in reversed(keys):
+            cached[key] = None
+            cached.move_to_end(key)
+        while pages is not None and len(cached) > pages:
+            cached.popitem(last=False)
+    return Hits(queried, found)
+
+
+def _run(keys: Sequence[int], cached: OrderedDict[int, None]) -> Iterator[int]:
+    for key in keys:
+        if key not in cached:
+            return
+        yield key

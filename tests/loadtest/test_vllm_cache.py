@@ -1,0 +1,92 @@
+"""The reference of vLLM's prefix cache: its rules by hand, its numbers as measured; and our scheduler beside it."""
+
+from functools import cache
+
+import pytest
+
+from loadtest.datasets import Sampling
+from loadtest.prefix import simulated_hits
+from loadtest.trace import Hits, TraceRequest, ideal, read_trace
+from loadtest.vllm_cache import vllm_hits
+
+LOOP = {"concurrency": 1, "max_batched_tokens": 8192}
+AMPLE = 60_000
+
+
+@cache
+def trace(path, max_tokens=None):
+    return read_trace(Sampling(path, 2000), max_tokens=max_tokens)
+
+
+def tokens(*pages, rest=0):
+    """A prompt of pages of 4 equal tokens, and some more."""
+    return tuple(page for page in pages for _ in range(4)) + (99,) * rest
+
+
+def hits(prompts, num_blocks, output_len=1, **loop):
+    requests = [TraceRequest(prompt, output_len) for prompt in prompts]
+    return vllm_hits(requests, num_blocks=num_blocks, block_size=4, **{**LOOP, **loop}).cached
+
+
+def test_a_cached_prompt_computes_its_last_page():
+    assert hits([tokens(1, 2)] * 2, 100) == 4
+    assert hits([tokens(1, 2, rest=1)] * 2, 100) == 8
+    assert hits([tokens(1, 2), tokens(3, 2)], 100) == 0  # a page is found by all before it
+
+
+def test_generated_pages_are_found():
+    # 5 + 4 tokens: the second page is full when its last token is computed, which the very last one is not.
+    answer = (*tokens(1, rest=1), 0, 0, 0)
+    assert hits([tokens(1, rest=1), (*answer, 7)], 100, output_len=4) == 8
+    assert hits([tokens(1, rest=1), (*answer, 7)], 100, output_len=3) == 4
+
+
+def test_equal_prompts_of_one_step_share():
+    assert hits([tokens(1, 2, rest=1)] * 3, 100, concurrency=3) == 16
+
+
+def test_the_tail_and_what_cannot_be_found_go_first():
+    # Four blocks of use. 1-2 and its partial page leave one never used; 3-4 takes that one after the partial one.
+    first, other = tokens(1, 2, rest=1), tokens(3, 4)
+    assert hits([first, other, first], 5) == 8
+    # Three of use: 3-4 takes the partial page and the tail (2); the head is still found.
+    assert hits([first, other, first], 4) == 4
+
+
+def test_numbers_measured_on_vllm(data_file):
+    requests = trace(data_file("prefix_trace.jsonl"), 1)
+    for num_blocks, cached in ((AMPLE, 252_032), (4_000, 81_584)):
+        assert vllm_hits(requests, num_blocks=num_blocks, block_size=16, **LOOP) == Hits(856_614, cached)
+
+
+def test_ideal_rates(data_file, own_data):
+    """The curve was computed by another program, which touches pages in another order."""
+    prompts = [request.prompt for request in trace(data_file("prefix_trace.jsonl"), 1)]
+    assert ideal(prompts, 16).cached == 252_032
+    for pages, rate in {1000: 0.0414, 4000: 0.0937, 16_000: 0.2539, 32_000: 0.2938}.items():
+        assert ideal(prompts, 16, pages).rate == pytest.approx(rate, rel=0.03)
+
+
+def compared(path, concurrency, pages):
+    """Ours and the reference's hit rate, both with the same blocks, one of which vLLM reserves."""
+    requests, loop = trace(path), {"concurrency": concurrency, "max_batched_tokens": 8192}
+    ours = simulated_hits(requests, num_pages=pages, page_size=16, **loop)
+    reference = vllm_hits(requests, num_blocks=pages, block_size=16, **loop)
+    assert ours.queried == reference.queried
+    return ours.rate, reference.rate
+
+
+@pytest.mark.parametrize(("concurrency", "pages"), [(1, 4000), (64, AMPLE), (64, 4000)])
+def test_our_hit_rate_is_that_of_vllm(data_file, concurrency, pages):
+    ours, reference = compared(data_file("prefix_trace.jsonl"), concurrency, pages)
+    assert ours == pytest.approx(reference, rel=0.05 if pages < AMPLE else 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["prefix_trace.jsonl", "prefix_trace_synthetic.jsonl"])
+@pytest.mark.parametrize("concurrency", [1, 8, 64])
+@pytest.mark.parametrize("pages", [AMPLE, 32_000, 16_000, 8000, 4000, 2000])
+def test_our_hit_rate_is_that_of_vllm_anywhere(data_file, name, concurrency, pages):
+    """Pools from 8 times the longest prompt on. Below, who is admitted past a request that does not fit decides."""
+    ours, reference = compared(data_file(name), concurrency, pages)
+    assert ours == pytest.approx(reference, rel=0.05)
