@@ -117,6 +117,11 @@ engine_settings = together(
     option(
         "--chunked-prefill/--no-chunked-prefill", default=True, help="Compute long prompts beside decodes, in pieces."
     ),
+    option(
+        "--reserve-full-length/--no-reserve-full-length",
+        default=False,
+        help="Give a sequence the pages of its prompt and max_tokens at once; kept to measure against.",
+    ),
     option("--overlap/--no-overlap", default=True, help="CUDA: launch a step before the last one is read back."),
     option("--cuda-graphs/--no-cuda-graphs", default=True, help="CUDA: replay recorded steps."),
     option(

@@ -41,6 +41,7 @@ def engine_config(params: Params, model: Path) -> EngineConfig:
             scheduler=params["scheduler"],
             prefix_cache=params["prefix_cache"],
             chunked_prefill=params["chunked_prefill"],
+            reserve_full_length=params["reserve_full_length"],
             overlap=params["overlap"],
             cuda_graphs=params["cuda_graphs"],
             attention=params["attention"],

@@ -26,6 +26,7 @@ class EngineConfig:
         scheduler: "static" is the naive baseline, kept to measure against.
         prefix_cache: share the pages of equal prefixes.
         chunked_prefill: let a prompt be computed over several steps beside decodes.
+        reserve_full_length: admit a sequence only with pages for its prompt and max_tokens; kept to measure against.
         overlap: on CUDA, launch a step before the one before it has been collected.
         cuda_graphs: on CUDA, replay recorded steps instead of launching kernel by kernel.
         attention: "reference" runs the plain-torch kernels on CUDA too, without graphs; kept to measure against.
@@ -46,6 +47,7 @@ class EngineConfig:
     scheduler: SchedulerName = "continuous"
     prefix_cache: bool = True
     chunked_prefill: bool = True
+    reserve_full_length: bool = False
     overlap: bool = True
     cuda_graphs: bool = True
     attention: Literal["auto", "reference"] = "auto"

@@ -16,6 +16,8 @@ Rules kept here:
   rank in the queue. Nothing is admitted in such a step.
 - A sequence is admitted when all its known tokens fit, with a watermark to spare if others run. Up to LOOK_AHEAD that
   do not fit are passed by, each MAX_OVERTAKEN times at most; then nobody of a later rank is admitted before it.
+- With full-length reservation a sequence gets, when it is admitted, the pages of its prompt and all its max_tokens, as
+  engines without paging do, and never lacks one afterwards.
 - Without chunked prefill, prompts come before decodes and wait for a step that takes them whole; only a prompt beyond
   the whole budget is cut.
 """
@@ -56,6 +58,7 @@ class Scheduler:
         eos_token_ids: end a sequence, unless it ignores them.
         prefix_cache: share the pages of equal prefixes.
         chunked_prefill: cut prompts to the budget that decodes leave.
+        reserve_full_length: admit only with pages for prompt and max_tokens; kept to measure against.
         seed: of the seeds minted for requests without one (None: new at every start).
     """
 
@@ -71,6 +74,7 @@ class Scheduler:
         eos_token_ids: SequenceOf[int],
         prefix_cache: bool = True,
         chunked_prefill: bool = True,
+        reserve_full_length: bool = False,
         seed: int | None = None,
     ) -> None:
         self.draining = False
@@ -78,7 +82,8 @@ class Scheduler:
         self._cache = KVCache(num_pages, page_size, prefix_cache=prefix_cache)
         self._budget = max_num_batched_tokens
         self._chunked = chunked_prefill
-        self._watermark = max(1, int(num_pages * WATERMARK))
+        self._reserve = reserve_full_length
+        self._watermark = 0 if reserve_full_length else max(1, int(num_pages * WATERMARK))
         self._eos = dict.fromkeys(eos_token_ids, FinishReason.EOS)
         self._random = random.Random(seed)
         self._stats = CoreStats(total_pages=num_pages)
@@ -259,7 +264,8 @@ class Scheduler:
         self._cache.acquire(sequence)
         gap = sequence.num_tokens - sequence.num_computed
         whole = self._chunked or gap <= plan.budget or plan.budget == self._budget
-        if whole and self._cache.available - self._cache.missing(sequence, sequence.num_tokens) >= kept:
+        wanted = sequence.max_length if self._reserve else sequence.num_tokens
+        if whole and self._cache.available - self._cache.missing(sequence, wanted) >= kept:
             return True
         self._cache.release(sequence)
         return False
@@ -285,6 +291,8 @@ class Scheduler:
         self._rows[row] = sequence
         tokens, prompt_length = tuple(sequence.tokens), len(request.prompt)
         plan.inits.append(RowInit(row, tokens, prompt_length, request.params, sequence.index, sequence.stop_mask))
+        if self._reserve:
+            self._cache.grow(sequence, self._cache.missing(sequence, sequence.max_length))
         if sequence.pages:
             plan.page_updates.append(PageUpdate(row, 0, tuple(sequence.pages)))
 
@@ -321,7 +329,9 @@ class Scheduler:
     def _fork(self, plan: Plan, leader: Sequence, sibling: Sequence) -> None:
         """A sibling goes on from the leader's prompt, or queues on its own if there is no row or page for it."""
         sibling.leader = None
-        if self._free_rows and self._cache.available > self._watermark:
+        # Full pages are shared.
+        wanted = len(leader.pages) - leader.num_computed // self._cache.page_size if self._reserve else 1
+        if self._free_rows and self._cache.available - wanted >= self._watermark:
             plan.copies += self._cache.fork(leader, sibling)
             self._occupy(plan, sibling)
             self._draw(plan, sibling)

@@ -13,14 +13,14 @@ from typing import Any
 from engine.plan import Plan
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.step import PageUpdate, RowWork, Step
+from engine.step import RowWork, Step
 
 
 class StaticScheduler(Scheduler):
     """A `Scheduler` (which see for the arguments) that makes its steps batch by batch, without a prefix cache."""
 
     def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, **settings: Any) -> None:
-        settings |= {"prefix_cache": False, "chunked_prefill": True}
+        settings |= {"prefix_cache": False, "chunked_prefill": True, "reserve_full_length": True}
         rows = min(max_num_seqs, max_num_batched_tokens)
         super().__init__(max_num_seqs=rows, max_num_batched_tokens=max_num_batched_tokens, **settings)
         self._longest: Sequence | None = None  # of the batch, by prompt
@@ -43,12 +43,10 @@ class StaticScheduler(Scheduler):
         batch: list[Sequence] = []
         while self._waiting and self._free_rows:
             sequence = self._waiting[0]
-            pages = self._cache.missing(sequence, sequence.max_length)
-            if pages > self._cache.available:
+            if self._cache.missing(sequence, sequence.max_length) > self._cache.available:
                 break
             del self._waiting[0]
             self._start(plan, sequence)
-            plan.page_updates.append(PageUpdate(sequence.row, 0, self._cache.grow(sequence, pages)))
             batch.append(sequence)
         lengths = [sequence.num_tokens for sequence in batch]
         self._longest = max(batch, key=lambda sequence: sequence.num_tokens, default=None)

@@ -126,6 +126,7 @@ def test_engine_options_reach_the_engine() -> None:
         "--scheduler=static",
         "--no-prefix-cache",
         "--no-chunked-prefill",
+        "--reserve-full-length",
         "--logits-processor=a.b:C",
         "--logits-processors=a.b:D",
         "--threads=1",
@@ -143,6 +144,7 @@ def test_engine_options_reach_the_engine() -> None:
         scheduler="static",
         prefix_cache=False,
         chunked_prefill=False,
+        reserve_full_length=True,
         logits_processors=("a.b:C", "a.b:D"),
         threads=1,
     )

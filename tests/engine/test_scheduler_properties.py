@@ -28,6 +28,7 @@ def machine(harness, *, static: bool) -> type[RuleBasedStateMachine]:
             max_num_batched_tokens=st.integers(1, 40),
             prefix_cache=st.sampled_from([True, True, False]),
             chunked_prefill=st.booleans(),
+            reserve_full_length=st.sampled_from([False, False, True]),
         )
         def begin(self, **drawn):
             self.engine = harness(static=static, **drawn)
