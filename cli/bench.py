@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cli import bench_offline
 from cli import bench_options as options
 from cli.bench_options import Numbers, load_test, positive
 
@@ -27,6 +28,10 @@ def bench() -> None:
     """Load tests: of this server, or of any that speaks OpenAI's API. A key is taken from OPENAI_API_KEY."""
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise click.ClickException(f"{missing[0]} is missing: pip install 'fulcrum-llm[bench]'")
+
+
+bench.add_command(bench_offline.throughput)
+bench.add_command(bench_offline.latency)
 
 
 @bench.command()

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -91,6 +92,9 @@ dataset = together(
     click.option("--prefix-repetition-num-prefixes", type=length, default=64),
     click.option("--prefix-repetition-output-len", type=length, default=256),
 )
+output_json = click.option(
+    "--output-json", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures, and how they were made."
+)
 load = together(
     server,
     click.option("--tokenizer", type=click.Path(exists=True, path_type=Path), show_default="the server's /tokenize"),
@@ -118,6 +122,16 @@ load = together(
     # `--goodput a:1 b:2`: what follows the option's first value.
     click.argument("further_goodput", nargs=-1, metavar=""),
 )
+
+
+def write_json(path: Path | None, fields: dict[str, Any]) -> None:
+    """Writes figures with date, machine, commit and command beside them, if a path is given. Raises: LoadTestError."""
+    if path is not None:
+        from loadtest.environment import environment
+        from loadtest.report import save
+
+        save({"date": datetime.now().strftime("%Y%m%d-%H%M%S")} | fields | environment(), path)
+        click.echo(f"Saved {path}", err=True)
 
 
 def load_test(params: dict[str, Any], rate: float, goodput: Sequence[str]) -> "LoadTest":

@@ -5,13 +5,16 @@ import platform
 import shlex
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 
+_DISTRIBUTIONS = ("torch", "triton", "tokenizers", "grpcio")
+
+
 def environment() -> dict[str, Any]:
-    """JSON fields: machine (with its GPUs), commit of this checkout (with a "+": and changes), version, command."""
+    """JSON fields: machine (with its GPUs), commit of this checkout (with a "+": and changes), versions (None: not installed), command."""
     return {
         "machine": {
             "cpu": processor(),
@@ -23,6 +26,7 @@ def environment() -> dict[str, Any]:
         },
         "commit": _commit(),
         "version": version("fulcrum-llm"),
+        "versions": {name: _version(name) for name in _DISTRIBUTIONS},
         "command": command(sys.argv),
     }
 
@@ -45,6 +49,13 @@ def processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _masked(header: str) -> str:

@@ -1,64 +1,138 @@
-"""Decode speed of the engine in this process, without a server: `python -m loadtest.offline MODEL`.
+"""Runs of an engine in this process, without a server: throughput of a data set, latency of one batch.
 
-Prints, for each number of streams, the tokens generated a second over the whole run and in decode alone (the run less
-the time of the same run with one token out). Prompts are random token ids, so that nothing is cached; every stream
-generates the same number of tokens. Knows no network.
+The figures and their names are those of `vllm bench throughput` and `vllm bench latency`. Knows no network.
 """
 
-import os
-import platform
 import random
 import statistics
 import time
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-import click
+import numpy as np
 
-from engine import LLM, SamplingParams
+from engine import LLM, Request, SamplingParams
+from loadtest.records import Chain, LoadTestError
+from loadtest.tokens import Tokenizer
 
-
-@click.command()
-@click.argument("model", required=False)
-@click.option("--streams", default="1,16", show_default=True, help="Numbers of sequences that run together.")
-@click.option("--input-len", default=64, show_default=True, help="Prompt tokens of each.")
-@click.option("--output-len", default=128, show_default=True, help="Tokens generated for each.")
-@click.option("--repeat", default=3, show_default=True, help="Runs of each; the median is printed.")
-@click.option("--dtype", default="auto", show_default=True)
-@click.option("--device", default="cpu", show_default=True)
-@click.option("--threads", type=int, help="Torch threads (default: the cores at hand).")
-@click.option("--load-format", default="auto", show_default=True)
-def main(model: str | None, streams: str, input_len: int, output_len: int, repeat: int, **settings: Any) -> None:
-    """Measures MODEL (default: SmolLM2-135M-Instruct)."""
-    llm = LLM(model, progress=False, **settings)
-    cores = len(os.sched_getaffinity(0))
-    info = llm.info
-    click.echo(f"{info.architecture}, {info.dtype} on {info.device}; {cores} cores of {_processor()}")
-    click.echo(f"{input_len} tokens in, {output_len} out; median of {repeat}")
-    click.echo(f"{'streams':>8} {'tokens/s':>10} {'decode tokens/s':>16} {'ms a step':>10}")
-    generator = random.Random(0)
-    for count in map(int, streams.split(",")):
-        shape = (generator, count, input_len)
-        prefill = statistics.median(_seconds(llm, *shape, output_len=1) for _ in range(repeat))
-        total = statistics.median(_seconds(llm, *shape, output_len=output_len) for _ in range(repeat))
-        step = (total - prefill) / (output_len - 1)
-        click.echo(f"{count:>8} {count * output_len / total:>10.1f} {count / step:>16.1f} {1000 * step:>10.2f}")
+PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
-def _seconds(llm: LLM, generator: random.Random, count: int, input_len: int, *, output_len: int) -> float:
-    """How long `count` streams take together, prefill included."""
-    prompts = [[generator.randrange(llm.info.vocab_size) for _ in range(input_len)] for _ in range(count)]
+def token_prompts(chains: Sequence[Chain], tokenizer: Callable[[], Tokenizer]) -> list[tuple[list[int], int]]:
+    """The token ids of each request of a data set, and how many tokens it generates.
+
+    Raises: LoadTestError for chats, which need a server to render them.
+    """
+    prompts = [prompt for chain in chains for prompt in chain.prompts]
+    texts = [prompt.content for prompt in prompts if isinstance(prompt.content, str)]
+    encoded = iter(tokenizer().encode(texts) if texts else ())
+    found = []
+    for prompt in prompts:
+        ids = next(encoded) if isinstance(prompt.content, str) else prompt.content
+        if not all(isinstance(token, int) for token in ids):
+            raise LoadTestError("chats need a server: use `fulcrum bench serve`")
+        found.append(([token for token in ids if isinstance(token, int)], prompt.output_len))
+    return found
+
+
+def throughput(llm: LLM, prompts: Sequence[tuple[list[int], int]], *, temperature: float, seed: int) -> dict[str, Any]:
+    """All prompts at once, each with all its tokens. JSON fields: seconds, and rates per second.
+
+    Raises: RequestRejected when the engine cannot take a prompt.
+    """
+    params = SamplingParams(temperature=temperature, ignore_eos=True)
+    each = [replace(params, max_tokens=length, seed=seed + number) for number, (_, length) in enumerate(prompts)]
     began = time.perf_counter()
-    llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True))
-    return time.perf_counter() - began
+    generations = llm.generate([ids for ids, _ in prompts], each)
+    elapsed = time.perf_counter() - began
+    inputs = sum(len(ids) for ids, _ in prompts)
+    outputs = sum(len(one.completions[0].token_ids) for one in generations)
+    return {
+        "elapsed_time": elapsed,
+        "num_requests": len(prompts),
+        "total_num_tokens": inputs + outputs,
+        "requests_per_second": len(prompts) / elapsed,
+        "tokens_per_second": (inputs + outputs) / elapsed,
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "output_throughput": outputs / elapsed,
+        "cached_tokens": sum(one.cached_tokens for one in generations),
+        **_engine(llm),
+    }
 
 
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
+def throughput_text(fields: dict[str, Any]) -> str:
+    """The print-out of `throughput`."""
+    return (
+        f"Throughput: {fields['requests_per_second']:.2f} requests/s, "
+        f"{fields['tokens_per_second']:.2f} total tokens/s, {fields['output_throughput']:.2f} output tokens/s\n"
+        f"Total num prompt tokens:  {fields['total_input_tokens']} ({fields['cached_tokens']} cached)\n"
+        f"Total num output tokens:  {fields['total_output_tokens']}\n"
+        f"Duration:  {fields['elapsed_time']:.2f} s"
+    )
 
 
-if __name__ == "__main__":
-    main()
+def latency(
+    llm: LLM, *, batch_size: int, input_len: int, output_len: int, warmups: int, iterations: int
+) -> dict[str, Any]:
+    """The same batch again and again, of new random prompts each time, so that none is cached. JSON fields: seconds.
+
+    The time per output token is that of decode alone: from when all sequences have their first token to the end.
+
+    Raises: RequestRejected when the engine cannot take the batch.
+    """
+    generator, times = random.Random(0), []
+    for number in range(warmups + iterations):
+        prompts = [tuple(generator.choices(range(llm.info.vocab_size), k=input_len)) for _ in range(batch_size)]
+        measured = _batch(llm, prompts, output_len)
+        if number >= warmups:
+            times.append(measured)
+    whole = [end for _, end in times]
+    decode = [(end - first) / (output_len - 1) for first, end in times] if output_len > 1 else []
+    median = statistics.median(whole)
+    return {
+        "avg_latency": statistics.mean(whole),
+        "latencies": whole,
+        "percentiles": {str(each): float(np.percentile(whole, each)) for each in PERCENTILES},
+        "median_time_to_first_token": statistics.median(first for first, _ in times),
+        "median_time_per_output_token": statistics.median(decode) if decode else None,
+        "output_throughput": batch_size * output_len / median,
+        "decode_throughput": batch_size / statistics.median(decode) if decode else None,
+        "batch_size": batch_size,
+        "input_len": input_len,
+        "output_len": output_len,
+        **_engine(llm),
+    }
+
+
+def latency_text(fields: dict[str, Any]) -> str:
+    """The print-out of `latency`."""
+    lines = [f"Avg latency: {fields['avg_latency']} seconds"]
+    lines += [f"{each}% percentile latency: {value} seconds" for each, value in fields["percentiles"].items()]
+    lines += [f"Median time to the last first token: {1000 * fields['median_time_to_first_token']:.2f} ms"]
+    if fields["decode_throughput"] is not None:
+        lines += [f"Median time per output token: {1000 * fields['median_time_per_output_token']:.2f} ms"]
+        lines += [f"Decode alone: {fields['decode_throughput']:.2f} output tokens/s"]
+    return "\n".join([*lines, f"Throughput: {fields['output_throughput']:.2f} output tokens/s"])
+
+
+def _batch(llm: LLM, prompts: Sequence[tuple[int, ...]], output_len: int) -> tuple[float, float]:
+    """Seconds until every sequence has its first token, and until all have ended."""
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=output_len, ignore_eos=True)
+    first, waited = 0.0, len(prompts)
+    seen: set[str] = set()
+    began = time.perf_counter()
+    for number, prompt in enumerate(prompts):
+        llm.core.scheduler.add(Request(f"batch-{number}", prompt, params))
+    while llm.core.has_work:
+        updates = llm.core.turn().updates
+        if len(seen) < waited:
+            seen.update(update.request_id for update in updates)
+            first = time.perf_counter() - began
+    return first, time.perf_counter() - began
+
+
+def _engine(llm: LLM) -> dict[str, Any]:
+    info = llm.info
+    return {"architecture": info.architecture, "dtype": info.dtype, "device": info.device, "num_pages": info.num_pages}

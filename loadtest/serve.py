@@ -64,7 +64,7 @@ class LoadTest:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Made when first needed."""
-        return LocalTokenizer(self.tokenizer_path) if self.tokenizer_path else RemoteTokenizer(self.target)
+        return LocalTokenizer.from_file(self.tokenizer_path) if self.tokenizer_path else RemoteTokenizer(self.target)
 
     def prepared(self) -> "LoadTest":
         """The same with the model's name and with what the data set implies.

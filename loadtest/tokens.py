@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     import httpx
+    import tokenizers
 
 COMMON_IDS = range(1000, 30_000)
 """Ids that are ordinary tokens in every vocabulary of the model families that are served."""
@@ -45,22 +46,27 @@ class Tokenizer(Protocol):
 
 
 class LocalTokenizer:
-    """A tokenizer.json, or a folder that has one."""
+    """A tokenizer at hand."""
 
-    def __init__(self, path: Path) -> None:
-        import tokenizers
-
-        file = path / "tokenizer.json" if path.is_dir() else path
-        try:
-            self._backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing narrower
-            raise LoadTestError(f"{file} cannot be read as a tokenizer: {error}") from error
+    def __init__(self, backend: "tokenizers.Tokenizer") -> None:
+        self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
         special = {token for token, added in self._backend.get_added_tokens_decoder().items() if added.special}
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=False)
         self.ids: Sequence[int] = [token for token in range(self.vocab_size) if token not in special]
         self.specials_added: int = self._backend.num_special_tokens_to_add(False)
+
+    @classmethod
+    def from_file(cls, path: Path) -> "LocalTokenizer":
+        """That of a tokenizer.json, or of a folder that has one. Raises: LoadTestError."""
+        import tokenizers
+
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(file)))
+        except Exception as error:  # the library raises nothing narrower
+            raise LoadTestError(f"{file} cannot be read as a tokenizer: {error}") from error
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         """See Tokenizer."""

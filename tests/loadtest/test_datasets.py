@@ -20,7 +20,7 @@ def qwen(data_file, tmp_path_factory) -> LocalTokenizer:
     fields["added_tokens"] = [token for token in fields["added_tokens"] if not 151665 <= token["id"] <= 151668]
     path = tmp_path_factory.mktemp("qwen2.5") / "tokenizer.json"
     path.write_text(json.dumps(fields))
-    return LocalTokenizer(path.parent)
+    return LocalTokenizer.from_file(path.parent)
 
 
 def no_tokenizer():
@@ -174,4 +174,4 @@ def test_missing_files_are_told():
     with pytest.raises(LoadTestError, match="nowhere"):
         multi_turn(Sampling(Path("nowhere.jsonl")), no_tokenizer)
     with pytest.raises(LoadTestError, match="cannot be read as a tokenizer"):
-        LocalTokenizer(Path("nowhere"))
+        LocalTokenizer.from_file(Path("nowhere"))

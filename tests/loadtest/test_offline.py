@@ -1,0 +1,110 @@
+"""Runs without a server: a tiny model of random weights, whose tokens are bytes."""
+
+import json
+import statistics
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+from cli.main import main
+from loadtest import offline
+
+ENGINE = ["--load-format", "dummy", "--device", "cpu", "--dtype", "float32", "--threads", "1"]
+ENGINE += ["--memory-budget", "4MiB", "--max-num-seqs", "4"]
+
+
+@pytest.fixture
+def bench(tiny_model, tmp_path):
+    """Runs a command on the tiny model; returns what it printed and its result file."""
+
+    def run(command, *arguments):
+        path = tmp_path / "result.json"
+        given = ["bench", command, *ENGINE, "--output-json", path, *arguments, tiny_model]
+        ran = CliRunner().invoke(main, list(map(str, given)))
+        assert ran.exit_code == 0, ran.output
+        return ran.stdout, json.loads(path.read_text())
+
+    return run
+
+
+def test_throughput_counts_every_token(bench, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "twelve bytes", "output_tokens": 3}\n{"prompt": "five.", "output_tokens": 4}\n')
+    data = ["--dataset-name", "custom", "--dataset-path", path, "--custom-output-len", -1, "--num-prompts", 2]
+    printed, fields = bench("throughput", *data)
+    assert (fields["num_requests"], fields["total_input_tokens"], fields["total_output_tokens"]) == (2, 17, 7)
+    assert fields["total_num_tokens"] == 24
+    seconds = fields["elapsed_time"]
+    assert fields["requests_per_second"] == pytest.approx(2 / seconds)
+    assert fields["tokens_per_second"] == pytest.approx(24 / seconds)
+    assert fields["output_throughput"] == pytest.approx(7 / seconds)
+    rates = (f"{2 / seconds:.2f} requests/s", f"{24 / seconds:.2f} total tokens/s", f"{7 / seconds:.2f} output tokens/s")
+    assert printed.startswith(f"Throughput: {', '.join(rates)}\n")
+    assert "Total num prompt tokens:  17 " in printed
+    assert "Total num output tokens:  7\n" in printed
+    assert {"machine", "commit", "command", "versions", "date"} <= fields.keys()
+    assert (fields["dtype"], fields["device"]) == ("float32", "cpu")
+
+
+def test_what_cannot_be_measured_is_told(tiny_model, tmp_path):
+    path = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    path.write_text(json.dumps({"turns": turns}) + "\n")
+    command = ["bench", "throughput", *ENGINE, str(tiny_model), "--num-prompts", "1"]
+    ran = CliRunner().invoke(main, [*command, "--dataset-name", "multi-turn", "--dataset-path", str(path)])
+    assert (ran.exit_code, ran.stderr) == (1, "Error: chats need a server: use `fulcrum bench serve`\n")
+    ran = CliRunner().invoke(main, [*command, "--random-input-len", "40000"])
+    assert ran.exit_code == 1
+    assert "Traceback" not in ran.stderr
+    ran = CliRunner().invoke(main, [*command, "--page-size", "3"])
+    assert ran.exit_code == 2
+
+
+def test_latency_of_a_batch(bench):
+    arguments = ["--batch-size", 3, "--input-len", 20, "--output-len", 4, "--num-iters-warmup", 1, "--num-iters", 5]
+    printed, fields = bench("latency", *arguments)
+    assert len(fields["latencies"]) == 5
+    ordered = sorted(fields["latencies"])
+    assert fields["avg_latency"] == pytest.approx(statistics.mean(ordered))
+    assert list(fields["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
+    assert [fields["percentiles"][each] for each in ("25", "50", "75")] == pytest.approx(ordered[1:4])
+    assert fields["output_throughput"] == pytest.approx(3 * 4 / ordered[2])
+    assert 0 < fields["median_time_to_first_token"] < ordered[-1]
+    assert f"50% percentile latency: {ordered[2]} seconds" in printed
+
+
+def test_time_per_token_begins_when_all_have_their_first(monkeypatch):
+    clock = 0.0
+    monkeypatch.setattr(offline.time, "perf_counter", lambda: clock)
+
+    class Core:
+        """Turns of two seconds; the second sequence has its first token in the second one."""
+
+        def __init__(self):
+            self.scheduler, self.prompts = self, []
+
+        def add(self, request):
+            self.prompts.append(request)
+            self.turns = [[0], [0, 1], [0, 1], [0, 1], [1]]
+
+        @property
+        def has_work(self):
+            return bool(self.turns)
+
+        def turn(self):
+            nonlocal clock
+            clock += 2
+            ids = [self.prompts[-2 + number].request_id for number in self.turns.pop(0)]
+            return SimpleNamespace(updates=[SimpleNamespace(request_id=each) for each in ids])
+
+    core = Core()
+    info = SimpleNamespace(vocab_size=9, architecture="", dtype="", device="", num_pages=1)
+    llm = SimpleNamespace(core=core, info=info)
+    fields = offline.latency(llm, batch_size=2, input_len=30, output_len=4, warmups=1, iterations=2)
+    assert fields["latencies"] == [10, 10]
+    assert fields["median_time_to_first_token"] == 4
+    assert fields["median_time_per_output_token"] == (10 - 4) / 3
+    assert fields["decode_throughput"] == 2 / 2
+    assert len({request.prompt for request in core.prompts}) == 6  # no prompt comes twice
+    assert all(len(request.prompt) == 30 and request.params.max_tokens == 4 for request in core.prompts)
