@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli import bench_offline
+from cli import bench_ladder, bench_offline
 from cli import bench_options as options
 from cli.bench_options import Numbers, load_test, positive
+from cli.bench_prefix import prefix
 
 if TYPE_CHECKING:
     from loadtest.report import Run
@@ -32,6 +33,8 @@ def bench() -> None:
 
 bench.add_command(bench_offline.throughput)
 bench.add_command(bench_offline.latency)
+bench.add_command(prefix)
+bench.add_command(bench_ladder.ladder)
 
 
 @bench.command()
@@ -71,11 +74,14 @@ def serve(**params: Any) -> None:
 @click.option("--request-rates", type=Numbers(), default=_RATES, help="Requests per second of each row, in order.")
 @click.option("--seconds", type=positive, help="At most as many prompts a row as its rate sends in this time.")
 @click.option("--goodput", multiple=True, default=_OBJECTIVES, metavar="NAME:MS...", help="Objectives.")
+@options.flush
+@click.option("--vary-seed", is_flag=True, help="Add the row's number to the seed: other prompts in each row.")
 @click.option("--plot-format", type=click.Choice(["svg", "png", "svg,png"]), default="svg")
 def sweep(**params: Any) -> None:
     """Measure a running server at several request rates: a table, result files, plots of goodput and latency.
 
-    All rows have the same seed: from the second on, prompts may be in the server's prefix cache.
+    All rows have the same seed: from the second on, prompts may be in the server's prefix cache, unless it is emptied
+    before each row (--flush-cache) or the rows have prompts of their own (--vary-seed).
     """
     from loadtest.records import LoadTestError
     from loadtest.report import result_json, save
@@ -85,14 +91,16 @@ def sweep(**params: Any) -> None:
     runs: list[Run] = []
     try:
         test = load_test(params | {"self_timed": False}, math.inf, params["goodput"]).prepared()
-        for rate in params["request_rates"]:
+        for number, rate in enumerate(params["request_rates"]):
             if not rate > 0:
                 raise click.UsageError("--request-rates must be above 0")
             count = params["num_prompts"]
             if params["seconds"] and not math.isinf(rate):
                 count = min(count, math.ceil(rate * params["seconds"]))
             click.echo(f"{rate:g} requests/s, {count} prompts", err=True)
-            row = replace(test, rate=rate, sampling=replace(test.sampling, count=count))
+            seed = test.sampling.seed + (number if params["vary_seed"] else 0)
+            row = replace(test, rate=rate, sampling=replace(test.sampling, count=count, seed=seed))
+            options.flush_cache(params, test.target)
             runs.append(_measure(row))
             save(result_json(runs[-1]), folder / f"sweep-{rate:g}qps.json")
             if runs[-1].unfinished:

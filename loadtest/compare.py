@@ -39,7 +39,7 @@ def compare(results: Mapping[str, Mapping[str, Any]]) -> str:
 
     Raises: LoadTestError when there is nothing to compare.
     """
-    columns = {name: _renamed(fields) for name, fields in results.items()}
+    columns = {name: offline_renamed(fields) for name, fields in results.items()}
     if not any("request_throughput" in fields for fields in columns.values()):
         raise LoadTestError("these are no result files of a load test")
     latencies = [(f"{stat} {name.upper()} ms", f"{stat}_{name}_ms") for name in _LATENCIES for stat in _STATISTICS]
@@ -68,7 +68,8 @@ def _notes(columns: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return notes
 
 
-def _renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
+def offline_renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields, those of an offline run under the names that the server's have."""
     return {_OFFLINE.get(key, key): value for key, value in fields.items()}
 
 
