@@ -43,9 +43,9 @@ class DecodeConfig(NamedTuple):
 
 
 def decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
-    """The constants for an H200: three steps' K and V of two programs fit into a multiprocessor's shared memory."""
+    """The constants for an H200: K and V of three steps of two programs fit into a multiprocessor's shared memory."""
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-    return DecodeConfig(64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16, 4, 3, 2, 1, 128)
+    return DecodeConfig(64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16, 4, 4, 2, 1, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +143,9 @@ def plan_decode(plan: DecodePlan, rows: Tensor, positions: Tensor, num_decodes: 
         rows,
         positions,
         num_decodes,
+        plan.units,
+        plan.config.min_chunk,
         KV_HEADS=kv_heads,
-        UNITS=plan.units,
-        MIN_CHUNK=plan.config.min_chunk,
         BLOCK_N=plan.config.block_n,
         WINDOW=plan.window or 0,
         QUERIES=triton.next_power_of_2(max_queries),
@@ -201,6 +201,7 @@ def decode_attention(
         out,
         (head_dim**-0.5 if scale is None else scale) * _LOG2_E,
         page_table.stride(0),
+        capacity,
         *q.stride()[:2],
         *kv_cache.stride()[:4],
         *out.stride()[:2],
@@ -210,7 +211,6 @@ def decode_attention(
         PAGE=page_size,
         WINDOW=window or 0,
         PLAN_WINDOW=plan.window or 0,
-        CAPACITY=capacity,
         BLOCK_N=config.block_n,
         BLOCK_G=padded_group,
         BLOCK_D=padded_dim,
@@ -221,16 +221,16 @@ def decode_attention(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units", "min_chunk"])
 def _plan_kernel(
     items,
     header,
     rows,
     positions,
     num_decodes,
+    units,
+    min_chunk,
     KV_HEADS: tl.constexpr,
-    UNITS: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -244,7 +244,7 @@ def _plan_kernel(
     if WINDOW > 0:
         length = tl.minimum(length, WINDOW)
     work = tl.sum(length.to(tl.int64), 0) * KV_HEADS
-    chunk = tl.maximum((work + UNITS - 1) // UNITS, MIN_CHUNK).to(tl.int32)
+    chunk = tl.maximum((work + units - 1) // units, min_chunk).to(tl.int32)
     chunk = (chunk + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     splits = (length + chunk - 1) // chunk
     first = tl.cumsum(splits, 0) - splits
@@ -259,7 +259,7 @@ def _plan_kernel(
         tl.store(item + 3, position, mask=split < splits)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "capacity"])
 def _decode_kernel(
     q,
     kv,
@@ -272,6 +272,7 @@ def _decode_kernel(
     out,
     scale,
     table_stride,
+    capacity,
     Q_TOKEN: tl.constexpr,
     Q_HEAD: tl.constexpr,
     KV_PAGE: tl.constexpr,
@@ -286,7 +287,6 @@ def _decode_kernel(
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     PLAN_WINDOW: tl.constexpr,
-    CAPACITY: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -301,7 +301,7 @@ def _decode_kernel(
     tile_mask = (heads[:, None] < GROUP) & (dims[None, :] < HEAD_DIM)
     programs = tl.num_programs(0)
     # The next unit's item is loaded while this one is worked on; beyond the list it is read but not used.
-    item = tl.minimum(tl.program_id(0) // KV_HEADS, CAPACITY - 1)
+    item = tl.minimum(tl.program_id(0) // KV_HEADS, capacity - 1)
     next_query = tl.load(items + 4 * item)
     next_split = tl.load(items + 4 * item + 1)
     next_row = tl.load(items + 4 * item + 2)
@@ -314,7 +314,7 @@ def _decode_kernel(
         split = next_split
         row = next_row
         position = next_position
-        next_item = tl.minimum((unit + programs) // KV_HEADS, CAPACITY - 1)
+        next_item = tl.minimum((unit + programs) // KV_HEADS, capacity - 1)
         next_query = tl.load(items + 4 * next_item)
         next_split = tl.load(items + 4 * next_item + 1)
         next_row = tl.load(items + 4 * next_item + 2)
@@ -364,7 +364,7 @@ def _decode_kernel(
         else:
             part = item * HEADS + kv_head * GROUP
             tl.store(stats + part + heads, best, mask=heads < GROUP)
-            tl.store(stats + CAPACITY * HEADS + part + heads, weight, mask=heads < GROUP)
+            tl.store(stats + capacity * HEADS + part + heads, weight, mask=heads < GROUP)
             at_part = sums + part.to(tl.int64) * HEAD_DIM + heads[:, None] * HEAD_DIM + dims[None, :]
             tl.store(at_part, acc, mask=tile_mask)
             # The stores of all threads come before the arrival of the one that counts it.
@@ -377,12 +377,12 @@ def _decode_kernel(
                     sums + first_part.to(tl.int64) * HEAD_DIM,
                     stats + first_part,
                     splits,
+                    capacity,
                     target,
                     OUT_HEAD,
                     HEADS,
                     GROUP,
                     HEAD_DIM,
-                    CAPACITY,
                     BLOCK_S,
                     BLOCK_G,
                     BLOCK_D,
@@ -394,12 +394,12 @@ def _merge(
     sums,
     stats,
     splits,
+    capacity,
     target,
     OUT_HEAD: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    CAPACITY: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -417,7 +417,7 @@ def _merge(
         stat = stats + split[:, None] * HEADS + heads[None, :]
         mask = (split < splits)[:, None] & (heads < GROUP)[None, :]
         bests = tl.load(stat, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        weights = tl.load(stat + CAPACITY * HEADS, mask=mask, other=0.0, cache_modifier=".cg")
+        weights = tl.load(stat + capacity * HEADS, mask=mask, other=0.0, cache_modifier=".cg")
         row = split[:, None, None] * HEADS + heads[None, :, None]
         cell = sums + row * HEAD_DIM + dims[None, None, :]
         cells = tl.load(

@@ -11,5 +11,5 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where kernels run: a CUDA device, or the CPU under the interpreter (float32 and float16 alone are right there)."""
+    """Where kernels run: a CUDA device, or the CPU under the interpreter (right for float32 and float16 alone)."""
     return "cuda" if torch.cuda.is_available() else "cpu"
