@@ -7,8 +7,9 @@ import click
 
 from cli import bench_options, options
 
-# The ladder turns these itself.
+# The ladder turns these itself; plain-torch attention on CUDA has no rungs of its own.
 _SWITCHES = ("scheduler", "reserve_full_length", "prefix_cache", "chunked_prefill", "cuda_graphs", "overlap")
+_FIXED = {"attention": "auto"}
 
 
 @click.command()
@@ -46,7 +47,7 @@ def ladder(model: str | None, **params: Any) -> None:
         seed=params["seed"],
     )
     try:
-        config = engine_config(params | BASE, resolve_model(model, progress=sys.stderr.isatty()))
+        config = engine_config(params | BASE | _FIXED, resolve_model(model, progress=sys.stderr.isatty()))
         result = climb(
             config,
             load,
@@ -60,4 +61,4 @@ def ladder(model: str | None, **params: Any) -> None:
         raise click.ClickException(str(error)) from error
 
 
-ladder.params = [param for param in ladder.params if param.name not in _SWITCHES]
+ladder.params = [param for param in ladder.params if param.name not in (*_SWITCHES, *_FIXED)]

@@ -147,10 +147,10 @@ def climb(
         LoadTestError: the requests do not fit the engine.
         ModelError: the model cannot be served as asked.
     """
-    ladder, answers, info = rungs(), None, None
+    ladder, left = rungs(), rungs()
+    answers: list[list[int]] = []
     passes: dict[str, list[Pass]] = {}
     pools: dict[str, int] = {}
-    left = list(ladder)
     while left:
         group = [rung for rung in left if rung.of_the_runner == left[0].of_the_runner]
         left = left[len(group) :]
@@ -169,7 +169,6 @@ def climb(
         _free_device(info)
         if info.device == "cpu":
             break
-    assert info is not None and answers is not None
     return {
         "kind": "ladder",
         "num_prompts": load.count,

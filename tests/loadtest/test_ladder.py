@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -68,11 +69,11 @@ def rows(result: dict) -> dict[str, dict]:
 
 
 def test_each_rung_turns_one_switch_and_the_last_is_the_engine_s_default():
-    ladder = rungs()
-    for below, above in zip(ladder, ladder[1:], strict=False):
+    steps = rungs()
+    for below, above in pairwise(steps):
         assert sum(below.switches[name] != above.switches[name] for name in below.switches) == 1, above.name
     default = EngineConfig(model=Path("m"))
-    assert replace(default, **ladder[-1].switches) == default
+    assert replace(default, **steps[-1].switches) == default
 
 
 def test_rungs_are_in_order_and_those_of_cuda_are_named_as_left_out(result):
