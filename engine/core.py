@@ -46,7 +46,8 @@ class EngineCore:
         self.scheduler = scheduler
         self._runner = runner
         self._overlap = overlap
-        self._in_flight: deque[tuple[Step, Any]] = deque()
+        self._in_flight: deque[tuple[Step, Any, bool]] = deque()
+        self._busy = False  # since the step before
         self._born = time.monotonic()
 
     @property
@@ -68,16 +69,17 @@ class EngineCore:
         if step is not None:
             self._count(step)
             try:
-                self._in_flight.append((step, self._runner.launch(step)))
+                self._in_flight.append((step, self._runner.launch(step), self._busy))
             except RuntimeError as error:
                 updates += self._fail(step, error)
         if self._in_flight and (step is None or len(self._in_flight) > self._overlap):
             updates += self._collect(scheduled)
         self.scheduler.stats.schedule_seconds += scheduled - began
+        self._busy = step is not None and self.has_work
         return Turn(started, scheduled_at, updates)
 
     def _collect(self, scheduled: float) -> list[SequenceUpdate]:
-        step, launched = self._in_flight.popleft()
+        step, launched, followed = self._in_flight.popleft()
         try:
             result = self._runner.collect(launched)
         except RuntimeError as error:
@@ -90,6 +92,9 @@ class EngineCore:
                     logger.error("request %s, sequence %d: %s", update.request_id, update.index, update.message)
         stats = self.scheduler.stats
         stats.execute_seconds += computed - scheduled
+        stats.device_busy_seconds += result.busy_seconds
+        if followed:  # else the device had nothing to do
+            stats.device_gap_seconds += result.gap_seconds
         stats.process_seconds += time.perf_counter() - computed
         return updates
 

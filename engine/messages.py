@@ -117,6 +117,8 @@ class CoreStats(msgspec.Struct, array_like=True):
     schedule_seconds: float = 0.0
     execute_seconds: float = 0.0
     process_seconds: float = 0.0
+    device_busy_seconds: float = 0.0
+    device_gap_seconds: float = 0.0
 
 
 class StatsReply(msgspec.Struct, tag="stats", array_like=True):

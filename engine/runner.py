@@ -54,6 +54,7 @@ class ModelRunner:
         self.model_config: ModelConfig = model.config
         self.page_bytes = model.page_bytes(config.page_size)
         self._decoder = model.decoder
+        self._decoder.pack()
         self._page_size = config.page_size
         self._max_num_seqs = config.max_num_seqs
         with torch.inference_mode():

@@ -7,7 +7,7 @@ those. Knows nothing of the model, of pages or of when a sequence ends.
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ GREEDY_TEMPERATURE: Final = 1e-5
 # A lower repetition penalty counts as this: dividing by it would overflow too, and this one favours what has occurred
 # without bounds already.
 LEAST_REPETITION_PENALTY: Final = 1e-5
+
+
+Integers = NDArray[np.integer[Any]]
 
 
 class _Uses(enum.IntFlag):
@@ -168,17 +171,17 @@ class Sampler:
         failed = ~largest.isfinite()
         return tokens.masked_fill_(failed, 0), failed
 
-    def draws(self, rows: NDArray[np.int64]) -> bool:
+    def draws(self, rows: Integers) -> bool:
         """Whether one of these rows needs a random number."""
         return bool((self._uses[rows] & _Uses.RANDOM).any())
 
-    def adjusts(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]) -> bool:
+    def adjusts(self, rows: Integers, num_tokens: Integers) -> bool:
         """Whether `adjust` would change the logits of one of these rows."""
         stages = _Uses.BIAS | _Uses.PENALTIES
         masked = num_tokens < self._masked_until[rows]
         return bool(self._processors) or bool((self._uses[rows] & stages).any()) or bool(masked.any())
 
-    def adjust(self, logits: Tensor, rows: Sequence[int], token_ids: Tensor, num_tokens: Sequence[int]) -> Tensor:
+    def adjust(self, logits: Tensor, rows: Integers, token_ids: Tensor, num_tokens: Integers) -> Tensor:
         """The first half of `sample`, whose arguments it takes: the logits as a token is chosen from them.
 
         Raises:
@@ -186,7 +189,7 @@ class Sampler:
         """
         return self._adjust(logits, self._batch(rows, num_tokens), token_ids)
 
-    def _batch(self, rows: Sequence[int], num_tokens: Sequence[int]) -> _Batch:
+    def _batch(self, rows: Sequence[int] | Integers, num_tokens: Sequence[int] | Integers) -> _Batch:
         row, length = np.asarray(rows, dtype=np.int64), np.asarray(num_tokens, dtype=np.int64)
         return _Batch(row, length, self._put(row), self._put(length))
 

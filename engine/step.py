@@ -92,7 +92,11 @@ class StepResult:
     Args:
         tokens: one sampled token id for each of step.samples.
         failed: indexes into step.samples whose logits were not finite; their tokens mean nothing.
+        busy_seconds: how long the device worked on the step, where it is known.
+        gap_seconds: how long it had waited since the step before.
     """
 
     tokens: tuple[int, ...]
     failed: tuple[int, ...] = ()
+    busy_seconds: float = 0.0
+    gap_seconds: float = 0.0

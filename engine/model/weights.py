@@ -16,7 +16,7 @@ _DUMMY_STD = 0.02
 
 
 def load_weights(decoder: Decoder, checkpoint: Checkpoint, *, progress: bool) -> None:
-    """Streams the checkpoint's tensors into the decoder, cast to its dtype, and lays them out for speed.
+    """Streams the checkpoint's tensors into the decoder, cast to its dtype.
 
     Args:
         progress: show a bar on stderr.
@@ -43,8 +43,6 @@ def load_weights(decoder: Decoder, checkpoint: Checkpoint, *, progress: bool) ->
     if missing:
         also = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise ModelError(f"{checkpoint.path}: tensor {missing[0]} is missing{also}")
-    del wanted
-    decoder.pack()
 
 
 def fill_dummy(decoder: Decoder, seed: int) -> None:
@@ -57,8 +55,6 @@ def fill_dummy(decoder: Decoder, seed: int) -> None:
             weight.fill_(1.0)
         else:
             weight.normal_(0.0, _DUMMY_STD, generator=generator)
-    del weights
-    decoder.pack()
 
 
 def _copy(tensor: Tensor, target: Tensor, what: str) -> None:

@@ -459,7 +459,7 @@ class WatchStatsResponse(_message.Message):
     def __init__(self, stats: _Optional[_Union[Stats, _Mapping]] = ...) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("uptime_seconds", "running_sequences", "waiting_sequences", "live_requests", "total_pages", "free_pages", "cached_pages", "used_pages", "steps", "last_step_rows", "max_step_rows", "last_step_tokens", "prefill_tokens", "generated_tokens", "prefix_query_tokens", "prefix_hit_tokens", "preemptions", "requests_accepted", "requests_rejected", "requests_finished", "requests_aborted", "schedule_seconds", "execute_seconds", "process_seconds")
+    __slots__ = ("uptime_seconds", "running_sequences", "waiting_sequences", "live_requests", "total_pages", "free_pages", "cached_pages", "used_pages", "steps", "last_step_rows", "max_step_rows", "last_step_tokens", "prefill_tokens", "generated_tokens", "prefix_query_tokens", "prefix_hit_tokens", "preemptions", "requests_accepted", "requests_rejected", "requests_finished", "requests_aborted", "schedule_seconds", "execute_seconds", "process_seconds", "device_busy_seconds", "device_gap_seconds")
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     WAITING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -484,6 +484,8 @@ class Stats(_message.Message):
     SCHEDULE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     EXECUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PROCESS_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_GAP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     uptime_seconds: float
     running_sequences: int
     waiting_sequences: int
@@ -508,7 +510,9 @@ class Stats(_message.Message):
     schedule_seconds: float
     execute_seconds: float
     process_seconds: float
-    def __init__(self, uptime_seconds: _Optional[float] = ..., running_sequences: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., live_requests: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., steps: _Optional[int] = ..., last_step_rows: _Optional[int] = ..., max_step_rows: _Optional[int] = ..., last_step_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., requests_accepted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., schedule_seconds: _Optional[float] = ..., execute_seconds: _Optional[float] = ..., process_seconds: _Optional[float] = ...) -> None: ...
+    device_busy_seconds: float
+    device_gap_seconds: float
+    def __init__(self, uptime_seconds: _Optional[float] = ..., running_sequences: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., live_requests: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., steps: _Optional[int] = ..., last_step_rows: _Optional[int] = ..., max_step_rows: _Optional[int] = ..., last_step_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., requests_accepted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., schedule_seconds: _Optional[float] = ..., execute_seconds: _Optional[float] = ..., process_seconds: _Optional[float] = ..., device_busy_seconds: _Optional[float] = ..., device_gap_seconds: _Optional[float] = ...) -> None: ...
 
 class GetTraceRequest(_message.Message):
     __slots__ = ("request_id",)

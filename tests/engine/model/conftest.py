@@ -1,5 +1,6 @@
 """What the tests of the model path share: tiny random models made by transformers, and a driver of hand-built steps."""
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,9 @@ from engine.device import load_model
 from engine.request import SamplingParams
 from engine.runner import ModelRunner
 from engine.step import PageUpdate, RowInit, RowWork, Sample, Step
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when engine.gpu is first imported
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
 VOCAB = 160

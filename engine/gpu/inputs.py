@@ -1,0 +1,171 @@
+"""What a step tells the device: one array of integers, made on the host and copied once. Knows no model.
+
+The flattened tokens are ordered: works of one token first (decodes), then chunks of prompts, then padding.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.step import RowInit, Step
+from kernels.gpu.prefill_attention import max_tiles, prefill_tiles
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How large a step is.
+
+    Args:
+        tokens, samples: with padding.
+        num_samples: without.
+        chunks: whether it has works of more than one token.
+    """
+
+    tokens: int
+    samples: int
+    num_samples: int
+    chunks: bool
+
+
+class StepInputs:
+    """The array on the device, in parts.
+
+    Attributes:
+        num_decodes: (1,) works of one token.
+        num_tiles: (1,) tiles of prefill attention.
+        rows, positions: (max_tokens,) of each token; row -1 is padding.
+        last: (max_samples,) the token whose logits each sample is drawn from.
+        sample_rows, lengths: (max_samples,) which row each sample goes to (-1 is padding), and its tokens so far.
+        tiles: (max_tiles, 4) of `prefill_attention`.
+
+    Args:
+        max_tokens, max_samples: largest step.
+        block_m: queries of a tile.
+    """
+
+    def __init__(self, max_tokens: int, max_samples: int, block_m: int, device: torch.device) -> None:
+        self._block_m = block_m
+        tiles = max_tiles(max_tokens, 2 * max_samples, block_m)
+        sizes = (1, 1, max_tokens, max_tokens, max_samples, max_samples, max_samples, 4 * tiles)
+        # Tiles begin where their four integers can be read at once.
+        starts = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)]).tolist()
+        self._parts = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+        self._all = torch.zeros(starts[-1], dtype=torch.int32, device=device)
+        parts = [self._all[part] for part in self._parts]
+        self.num_decodes, self.num_tiles, self.rows, self.positions, self.last, self.sample_rows, self.lengths = parts[
+            :7
+        ]
+        self.tiles = parts[7].view(tiles, 4)
+
+    def send(self, step: Step, lengths: Ints, pad: Callable[[Shape], Shape]) -> Shape:
+        """Copies a step's works and samples to the device, in the order of its stream.
+
+        Args:
+            lengths: tokens that each row has so far; one more for every sample afterwards.
+            pad: makes the shape larger where that is wanted.
+        """
+        host = pinned(self._all.numel(), self._all.device)
+        array: Ints = host.numpy()
+        num_decodes, num_tiles, rows, positions, last, sample_rows, sample_lengths, tiles = (
+            array[part] for part in self._parts
+        )
+        works: Ints = np.array(step.works, np.int32).reshape(-1, 3)
+        order = np.argsort(works[:, 2] > 1, kind="stable")
+        ordered = works[order]
+        ends = np.cumsum(ordered[:, 2])
+        firsts = ends - ordered[:, 2]
+        total = int(ends[-1])
+        # More single tokens than there are rows occur in static batching alone: the rest are chunks.
+        decodes = min(int(np.count_nonzero(ordered[:, 2] == 1)), len(last))
+        count = len(step.samples)
+        shape = pad(Shape(total, count, count, total > decodes))
+        padded, padded_samples = shape.tokens, shape.samples
+        num_decodes[0] = decodes
+        rows[:total] = np.repeat(ordered[:, 0], ordered[:, 2])
+        rows[total:padded] = -1
+        positions[:total] = np.arange(total) + np.repeat(ordered[:, 1] - firsts, ordered[:, 2])
+        positions[total:padded] = 0
+        chunks = prefill_tiles(np.column_stack((firsts, ordered))[decodes:].tolist(), self._block_m)
+        num_tiles[0] = len(chunks)
+        tiles[: chunks.size] = chunks.ravel()
+
+        samples: Ints = np.array(step.samples, np.int32).reshape(-1, 2)
+        token_of = np.empty(len(works), np.int32)
+        token_of[order] = ends - 1
+        last[:count] = token_of[samples[:, 0]]
+        sample_rows[:count] = samples[:, 1]
+        sample_lengths[:count] = lengths[samples[:, 1]]
+        lengths[samples[:, 1]] += 1
+        last[count:padded_samples], sample_rows[count:padded_samples] = 0, -1
+        sample_lengths[count:padded_samples] = 0
+        self._all.copy_(host, non_blocking=True)
+        return shape
+
+
+class Changes(NamedTuple):
+    """What `kernels.gpu.rows.write_runs` takes: runs (R, 3), their values, and the longest run."""
+
+    runs: Tensor
+    payload: Tensor
+    longest: int
+
+
+class RowState:
+    """Everything that the device keeps of the rows, in one array, so that one kernel brings a step's changes.
+
+    Attributes:
+        token_ids: (rows, max_model_len + 1) int32; one column more for the token sampled to the window's end.
+        page_table: (rows, max_pages) int32.
+        params: (rows, 8) int32, of `kernels.gpu.sampling`.
+    """
+
+    def __init__(self, rows: int, max_model_len: int, max_pages: int, device: torch.device) -> None:
+        widths = (max_model_len + 1, max_pages, 8)
+        self._starts = [rows * sum(widths[:part]) for part in range(3)]
+        self._widths = widths
+        self.flat = torch.zeros(rows * sum(widths), dtype=torch.int32, device=device)
+        ends = [*self._starts[1:], len(self.flat)]
+        self.token_ids, self.page_table, self.params = (
+            self.flat[start:end].view(rows, width) for start, end, width in zip(self._starts, ends, widths, strict=True)
+        )
+
+    def changes(self, step: Step, params: Callable[[RowInit], Ints]) -> "Changes | None":
+        """What a step changes in the rows before its works, on the device in the order of its stream; None: nothing.
+
+        Args:
+            params: the eight sampling parameters of a row.
+        """
+        pieces: list[tuple[int, Ints]] = []
+        tokens, pages, sampling = self._starts
+        for init in step.inits:
+            pieces.append((tokens + init.row * self._widths[0], np.array(init.tokens, np.int32)))
+            pieces.append((sampling + init.row * self._widths[2], params(init)))
+        for update in step.page_updates:
+            offset = pages + update.row * self._widths[1] + update.first
+            pieces.append((offset, np.array(update.pages, np.int32)))
+        if not pieces:
+            return None
+        lengths = np.array([len(values) for _, values in pieces])
+        runs = np.stack(([offset for offset, _ in pieces], np.cumsum(lengths) - lengths, lengths), 1)
+        packed = np.concatenate([runs.ravel(), *(values for _, values in pieces)], dtype=np.int32, casting="same_kind")
+        array = on_device(packed, self.flat.device)
+        return Changes(array[: runs.size].view(-1, 3), array[runs.size :], int(lengths.max()))
+
+
+def pinned(size: int, device: torch.device) -> Tensor:
+    """Integers on the host that `device` can read while it works; torch reuses them when it has."""
+    return torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def on_device(array: Ints, device: torch.device) -> Tensor:
+    """The array on the device, copied in the order of its stream."""
+    host = pinned(array.size, device)
+    host.numpy()[:] = array.ravel()
+    return host.to(device, non_blocking=True).view(array.shape)

@@ -1,0 +1,280 @@
+"""Executes the scheduler's steps on a CUDA device. Knows no requests and no policy.
+
+A step costs the host one packed copy to the device, the replay of two graphs (body; head with sampling) and one copy
+back. Nothing waits for the device but `collect`. Its twin is `engine.runner.ModelRunner`, which runs the same steps in
+plain torch.
+"""
+
+import contextlib
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.device import LoadedModel
+from engine.gpu.forward import Forward
+from engine.gpu.graphs import Graphs, padded, sample_sizes, token_sizes
+from engine.gpu.inputs import Ints, RowState, Shape, StepInputs, on_device, pinned
+from engine.logits import load_logits_processors
+from engine.model.errors import ModelError
+from engine.request import SamplingParams
+from engine.sampler import Sampler
+from engine.step import RowInit, RowWork, Sample, Step, StepResult
+from kernels.gpu import sampling
+from kernels.gpu.rows import append_tokens, copy_pages, write_runs
+
+_BUDGET = 0.9  # of the device's memory
+_MOST_ROWS = 1024  # what the kernels hold
+# Rows whose logits are adjusted at once, and how many float32 copies of them that takes.
+_ADJUSTED, _ADJUSTED_COPIES = 64, 8
+# Recorded to learn what a graph takes; the driver's figures are coarse.
+_TRIALS = 8
+_SPARE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that the device is working on.
+
+    Args:
+        sampled: (2, max_samples) int32 on the host: tokens, and 1 where their logits were not finite.
+        count: how many of them there are.
+        began, ended: around the step's kernels; `sampled` is there when the copy behind them is `done`.
+    """
+
+    sampled: Tensor
+    count: int
+    began: torch.cuda.Event | None = None
+    ended: torch.cuda.Event | None = None
+    done: torch.cuda.Event | None = None
+
+
+class GpuRunner:
+    """The model, its KV pool and its rows, on a CUDA device (or interpreted on a CPU, in tests).
+
+    Attributes:
+        model_config: shape of the model.
+        num_pages: pages of the KV pool that the scheduler may use. One more is there for padding.
+        max_model_len: longest sequence, tokens.
+        dtype, device: of weights and KV.
+
+    Raises:
+        ModelError: the budget leaves no room for the KV pool, or there are too many rows.
+        ValueError: a logits processor cannot be loaded.
+    """
+
+    def __init__(self, config: EngineConfig, model: LoadedModel) -> None:
+        if config.max_num_seqs > _MOST_ROWS:
+            raise ModelError(f"max_num_seqs ({config.max_num_seqs}) must be at most {_MOST_ROWS} on this device")
+        self.device, self.dtype, self.max_model_len = model.device, model.dtype, model.max_model_len
+        self.model_config = model.config
+        self.page_bytes = model.page_bytes(config.page_size)
+        self._page_size = config.page_size
+        self._cuda = self.device.type == "cuda"
+        self._stream = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._ended: torch.cuda.Event | None = None
+        rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
+        self._record = config.cuda_graphs and self._cuda
+        self._sample_sizes, self._token_sizes = sample_sizes(rows), token_sizes(tokens)
+        self._graphs = Graphs(self._stream)
+        with torch.inference_mode(), self._on_stream():
+            vocab_size = self.model_config.vocab_size
+            self._forward = Forward(model, max_tokens=tokens, max_samples=rows)
+            self._inputs = StepInputs(tokens, rows, self._forward.block_m, self.device)
+            self._sampled = torch.zeros(2, rows, dtype=torch.int32, device=self.device)
+            self._scratch = sampling.SamplingScratch.allocate(rows, self.device)
+            self._num_tokens: Ints = np.zeros(rows, np.int32)
+            processors = load_logits_processors(config.logits_processors, vocab_size=vocab_size, device=self.device)
+            self._sampler = Sampler(vocab_size=vocab_size, device=self.device, max_num_seqs=rows, processors=processors)
+            max_pages = math.ceil(self.max_model_len / config.page_size)
+            self._state = RowState(rows, self.max_model_len, max_pages, self.device)
+            self._kv_cache = self._new_pool(1)
+            self.num_pages = self._affordable_pages(config)
+            del self._kv_cache
+            self._kv_cache = self._new_pool(self.num_pages + 1)
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Launched:
+        """Begins a step and returns at once.
+
+        A step may be launched before the one before it is collected: nothing of its tokens is needed on the host.
+        """
+        with self._on_stream():
+            for init in step.inits:
+                self._num_tokens[init.row] = len(init.tokens)
+                self._sampler.add_row(init)
+            changes = self._state.changes(step, _packed)
+            if changes is not None:
+                write_runs(changes.runs, changes.payload, self._state.flat, changes.longest)
+            rows: Ints = np.array([sample.row for sample in step.samples], np.int32)
+            lengths = self._num_tokens[rows]
+            began = self._event()
+            if step.works:
+                shape = self._inputs.send(step, self._num_tokens, self._padded)
+                self._run("chunks" if shape.chunks else "decodes", shape.tokens)
+                if shape.num_samples:
+                    self._run_head(shape, rows, lengths)
+            if step.copies:
+                copy_pages(on_device(np.array(step.copies, np.int32), self.device), self._kv_cache)
+            ended = self._event()
+            host = pinned(self._sampled.numel(), self.device).view(self._sampled.shape)
+            host.copy_(self._sampled, non_blocking=True)
+            return Launched(host, len(rows), began, ended, self._event())
+
+    def collect(self, launched: Launched) -> StepResult:
+        """Waits for a launched step and returns what it sampled."""
+        busy = gap = 0.0
+        if launched.done is not None:
+            launched.done.synchronize()
+            assert launched.began is not None
+            assert launched.ended is not None
+            busy = launched.began.elapsed_time(launched.ended) / 1e3
+            gap = self._ended.elapsed_time(launched.began) / 1e3 if self._ended is not None else 0.0
+            self._ended = launched.ended
+        tokens, failed = launched.sampled[:, : launched.count].tolist()
+        return StepResult(tuple(tokens), tuple(index for index, bad in enumerate(failed) if bad), busy, gap)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Records the graphs; without them, runs a step of each kind, so that the first request finds all compiled."""
+        with self._on_stream():
+            for key in self._graph_keys() if self._record else self._trial_keys():
+                if self._record:
+                    self._graphs.record(key, partial(self._launch, *key))
+                else:
+                    self._launch(*key)
+        first, second = SamplingParams(temperature=0.0, seed=0), SamplingParams(temperature=1.0, seed=0)
+        length = min(self._page_size, self.max_model_len - 1)
+        for params in (first, second):
+            init = RowInit(0, (0,) * length, length, params, 0, ())
+            prefill = Step(0, (init,), (), (RowWork(0, 0, length),), (Sample(0, 0),))
+            self.collect(self.launch(prefill))
+            self.collect(self.launch(Step(1, (), (), (RowWork(0, length - 1, 1),), (Sample(0, 0),))))
+        self._kv_cache.zero_()
+        self._ended = None
+
+    # What a step is made of.
+
+    def _run(self, kind: str, size: int) -> None:
+        self._graphs.run((kind, size), partial(self._launch, kind, size))
+
+    def _run_head(self, shape: Shape, rows: Ints, lengths: Ints) -> None:
+        """Draws and appends the samples' tokens."""
+        if self._sampler.adjusts(rows, lengths):
+            self._adjusted_head(shape, rows, lengths)
+        else:
+            self._run("drawn" if self._sampler.draws(rows) else "greedy", shape.samples)
+
+    def _launch(self, kind: str, size: int) -> None:
+        """The launches of one graph."""
+        inputs, state = self._inputs, self._state
+        if kind in ("chunks", "decodes"):
+            self._forward.body(inputs, state, self._kv_cache, size, chunks=kind == "chunks")
+            return
+        rows, lengths = inputs.sample_rows[:size], inputs.lengths[:size]
+        tokens, failed = self._sampled[0, :size], self._sampled[1, :size]
+        logits = self._forward.logits(inputs, size)
+        if kind == "drawn":
+            sampling.sample(logits, rows, lengths, state.params, tokens, failed, self._scratch)
+        else:
+            sampling.greedy(logits, rows, tokens, failed, self._scratch)
+        append_tokens(rows, lengths, tokens, state.token_ids)
+
+    def _adjusted_head(self, shape: Shape, rows: Ints, lengths: Ints) -> None:
+        """As the head's graphs, with the logits changed on the way by bias, penalties, masks or users' processors."""
+        inputs, state = self._inputs, self._state
+        logits = self._forward.logits(inputs, shape.samples)
+        for first in range(0, shape.num_samples, _ADJUSTED):
+            part = slice(first, min(first + _ADJUSTED, shape.num_samples))
+            adjusted = self._sampler.adjust(logits[part].float(), rows[part], state.token_ids, lengths[part])
+            out = (self._sampled[0, part], self._sampled[1, part])
+            at = (inputs.sample_rows[part], inputs.lengths[part])
+            sampling.sample(adjusted.contiguous(), *at, state.params, *out, self._scratch)
+        rows_, lengths_ = inputs.sample_rows[: shape.num_samples], inputs.lengths[: shape.num_samples]
+        append_tokens(rows_, lengths_, self._sampled[0, : shape.num_samples], state.token_ids)
+
+    # Sizes and memory.
+
+    def _padded(self, shape: Shape) -> Shape:
+        if not self._record:
+            return shape
+        tokens = padded(shape.tokens, self._token_sizes if shape.chunks else self._sample_sizes)
+        return replace(shape, tokens=tokens, samples=padded(shape.samples, self._sample_sizes))
+
+    def _graph_keys(self) -> list[tuple[str, int]]:
+        """Largest first: the smaller ones then fit into memory that is there."""
+        kinds = {"chunks": self._token_sizes, "decodes": self._sample_sizes}
+        kinds |= {"greedy": self._sample_sizes, "drawn": self._sample_sizes}
+        return [(kind, size) for kind, sizes in kinds.items() for size in reversed(sizes)]
+
+    def _trial_keys(self) -> list[tuple[str, int]]:
+        keys = self._graph_keys()
+        return [keys[at] for at in np.linspace(0, len(keys) - 1, _TRIALS).astype(int)]
+
+    def _affordable_pages(self, config: EngineConfig) -> int:
+        """Pages that fit into the budget beside what the driver says is in use, and the graphs still to come."""
+        if not self._cuda:
+            assert isinstance(config.memory_budget, int)
+            return config.memory_budget // self.page_bytes
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        budget = _BUDGET if config.memory_budget is None else config.memory_budget
+        allowed = int(budget * total) if isinstance(budget, float) else budget
+        if allowed > total:
+            raise ModelError(f"memory_budget is {allowed} bytes, and the device has {total}")
+        for key in self._trial_keys():
+            self._launch(*key)
+        taken = self._taken()
+        if self._record:
+            for key in self._trial_keys():
+                self._graphs.record(key, partial(self._launch, *key))
+            taken += (self._taken() - taken) * len(self._graph_keys()) // len(self._graphs)
+            self._graphs = Graphs(self._stream)
+        adjusting = _ADJUSTED * _ADJUSTED_COPIES * self.model_config.vocab_size * 4
+        left = allowed - taken - adjusting - _SPARE_BYTES
+        pages = left // self.page_bytes - 1
+        if pages < 1:
+            raise ModelError(
+                f"memory_budget leaves {max(left, 0)} bytes for the KV pool, and one page of {self._page_size} tokens"
+                f" takes {self.page_bytes}"
+            )
+        return pages
+
+    def _taken(self) -> int:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
+
+    def _new_pool(self, pages: int) -> Tensor:
+        """(layers, pages, page_size, 2, kv_heads, head_dim), zero; in memory each head of a page is one piece."""
+        model = self.model_config
+        shape = (model.num_layers, pages, 2, model.num_kv_heads, self._page_size, model.head_dim)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device).permute(0, 1, 4, 2, 3, 5)
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
+
+    def _event(self) -> torch.cuda.Event | None:
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def _packed(init: RowInit) -> Ints:
+    params = init.params
+    assert params.seed is not None
+    values = sampling.pack_params(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        top_k=params.top_k,
+        seed=params.seed,
+        index=init.index,
+    )
+    return np.array(values, np.int32)

@@ -1,0 +1,136 @@
+"""The CUDA device's runner against transformers, its kernels interpreted where there is no such device."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.device import load_model
+from engine.gpu.runner import GpuRunner
+from engine.request import SamplingParams
+from engine.step import PageUpdate, RowInit, RowWork, Sample, Step
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPTS = [[(7 * i + 3 * j) % 160 for j in range(length)] for i, length in enumerate((1, 16, 21))]
+
+
+def gpu_runner(folder: Path, **settings: Any) -> GpuRunner:
+    settings = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "memory_budget": 4 << 20, **settings}
+    if DEVICE == "cuda":
+        settings["memory_budget"] = 4 << 30
+    config = EngineConfig(model=folder, dtype="float32", device=DEVICE, threads=1, **settings)
+    return GpuRunner(config, load_model(config, progress=False))
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("llama", {"num_hidden_layers": 2}),
+        ("llama", {"num_hidden_layers": 1, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        ("mistral", {"num_hidden_layers": 2, "sliding_window": 6}),
+        ("qwen2", {"num_hidden_layers": 2}),
+        ("qwen3", {"num_hidden_layers": 2, "head_dim": 32}),
+    ],
+)
+def test_tokens_equal_transformers(family, config, model_at, tools):
+    """Prefill in chunks mixed with decode, staggered; pages hold NaN wherever nothing was written."""
+    folder, model = model_at(family, **config)
+    runner = gpu_runner(folder)
+    tools.poison(runner)
+    outputs = tools.Driver(runner).generate(PROMPTS, 3, chunk=10, stagger=1)
+    assert outputs == [tools.oracle(model, p, o) for p, o in zip(PROMPTS, outputs, strict=True)]
+
+
+def test_prefix_pages_filled_in_the_same_step(model_at, tools):
+    """Rows share pages of a prefix that a third fills in that very step."""
+    folder, model = model_at("llama", num_hidden_layers=2)
+    runner = gpu_runner(folder)
+    prefix = [(5 * i + 2) % 160 for i in range(32)]
+    prompts = [[*prefix, 1], [*prefix, 2, 3], [*prefix[:16], 4]]
+    step = Step(
+        0,
+        tuple(tools.row_init(row, prompt) for row, prompt in enumerate(prompts)),
+        (PageUpdate(0, 0, (9, 4, 7)), PageUpdate(1, 0, (9, 4, 2)), PageUpdate(2, 0, (9, 11))),
+        (RowWork(1, 32, 2), RowWork(2, 16, 1), RowWork(0, 0, 33)),
+        (Sample(0, 1), Sample(1, 2), Sample(2, 0)),
+    )
+    one, two, zero = runner.collect(runner.launch(step)).tokens
+    assert [[zero], [one], [two]] == [tools.oracle(model, prompt, [0]) for prompt in prompts]
+
+
+def test_fork_and_steps_launched_ahead(model_at, tools):
+    """A sibling samples from another row's prompt and goes on in a copy of its last page, with nothing read back."""
+    folder, model = model_at("llama", num_hidden_layers=1)
+    runner = gpu_runner(folder)
+    prompt = [(3 * i + 1) % 160 for i in range(21)]
+    inits = (tools.row_init(0, prompt), tools.row_init(1, prompt))
+    updates = (PageUpdate(0, 0, (5, 6)), PageUpdate(1, 0, (5, 8)))
+    samples = (Sample(0, 0), Sample(0, 1))
+    first = runner.launch(Step(0, inits, updates, (RowWork(0, 0, 21),), samples, copies=((6, 8),)))
+    tools.poison(runner, slice(None), 6)
+    later = [runner.launch(Step(at, (), (), (RowWork(1, at, 1),), (Sample(0, 1),))) for at in range(21, 25)]
+    tokens = runner.collect(first).tokens
+    output = [tokens[1], *(runner.collect(step).tokens[0] for step in later)]
+    assert tokens[0] == tokens[1]
+    assert output == tools.oracle(model, prompt, output)
+    copy = runner.collect(runner.launch(Step(30, (), (), (), (), copies=((5, 0),))))
+    assert copy.tokens == ()
+    assert torch.equal(runner._kv_cache[:, 0], runner._kv_cache[:, 5])
+
+
+def test_sampling_equals_the_reference_and_failures_stay_alone(model_at, tools):
+    """Rows with seeds, filters, penalties and bias draw what the plain-torch runner draws; a NaN fails its own row."""
+    folder, _ = model_at("llama", num_hidden_layers=1)
+    settings = [
+        {"temperature": 0.8, "seed": 5},
+        {"temperature": 1.3, "seed": 2**40 + 1, "top_p": 0.8},
+        {"temperature": 1.0, "seed": 7, "top_k": 5, "min_p": 0.01},
+        {"temperature": 0.7, "seed": 8, "repetition_penalty": 1.4, "logit_bias": {9: 4.0}},
+        {"temperature": 0.0, "seed": 9},
+    ]
+
+    def drawn(runner: Any) -> list[tuple[int, ...]]:
+        rows = range(len(settings))
+        prompts = [[(11 * row + at) % 160 for at in range(4)] for row in rows]
+        params = [SamplingParams(**each) for each in settings]
+        inits = tuple(RowInit(row, tuple(prompts[row]), 4, params[row], 0, ()) for row in rows)
+        updates = tuple(PageUpdate(row, 0, (row,)) for row in rows)
+        samples = tuple(Sample(row, row) for row in rows)
+        steps = [Step(0, inits, updates, tuple(RowWork(row, 0, 4) for row in rows), samples)]
+        steps += [Step(at, (), (), tuple(RowWork(row, at, 1) for row in rows), samples) for at in range(4, 8)]
+        return [runner.collect(runner.launch(step)).tokens for step in steps]
+
+    runner = gpu_runner(folder)
+    assert drawn(runner) == drawn(tools.make_runner(folder))
+    tools.poison(runner, slice(None), 3, 0)
+    # Without row 3, whose parameters leave the recorded sampler, and with it.
+    for works in ((0, 1), (1, 3)):
+        step = Step(
+            9, (), (), tuple(RowWork(row, 8, 1) for row in works), tuple(Sample(i, r) for i, r in enumerate(works))
+        )
+        failed = runner.collect(runner.launch(step)).failed
+        assert failed == tuple(index for index, row in enumerate(works) if row == 3)
+
+
+def test_more_single_tokens_than_rows_and_the_window_filled(model_at, tools):
+    """Static batching computes single tokens of one row again beside its others; the last position can be computed."""
+    folder, model = model_at("llama", num_hidden_layers=1)
+    runner = gpu_runner(folder, max_num_seqs=2, max_model_len=20)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
+    works = (*(RowWork(0, at, 1) for at in range(1, 5)), RowWork(0, 0, 18))
+    step = Step(0, (tools.row_init(0, prompt),), (PageUpdate(0, 0, (1, 3)),), works, (Sample(4, 0),))
+    output = list(runner.collect(runner.launch(step)).tokens)
+    for at in (18, 19):
+        output += runner.collect(runner.launch(Step(at, (), (), (RowWork(0, at, 1),), (Sample(0, 0),)))).tokens
+    assert output == tools.oracle(model, prompt, output)
+
+
+def test_warm_up_leaves_the_pool_at_zero(model_at):
+    """Nothing of it can be read later."""
+    folder, _ = model_at("llama", num_hidden_layers=1)
+    runner = gpu_runner(folder, max_num_seqs=2, max_num_batched_tokens=16)
+    runner.warm_up()
+    assert runner._kv_cache.shape[1] == runner.num_pages + 1
+    assert runner._kv_cache.count_nonzero() == 0
