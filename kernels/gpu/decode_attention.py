@@ -18,8 +18,8 @@ from torch import Tensor
 _LOG2_E = 1.4426950408889634
 # Programs that write the list of splits together.
 _PLANNERS = 16
-# Elements of partial sums that a program merges at once: 64 registers a thread with four warps.
-_MERGED = 8192
+# Elements of partial sums that a program merges at once: more would take registers from a third program.
+_MERGED = 4096
 
 
 class DecodeConfig(NamedTuple):
