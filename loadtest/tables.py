@@ -136,14 +136,22 @@ def rows_table(rows: Sequence[Fields], columns: Columns) -> str:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table with its first column to the left and the others to the right."""
+    """A table; columns of numbers (but for the first) to the right, of words to the left."""
     widths = [max(3, *(len(line[i]) for line in (head, *rows))) for i in range(len(head))]
+    right = [i > 0 and any(row[i][:1].isdigit() for row in rows) for i in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]) + " |"
+        columns = zip(cells, widths, right, strict=True)
+        return (
+            "| "
+            + " | ".join(cell.rjust(width) if of_numbers else cell.ljust(width) for cell, width, of_numbers in columns)
+            + " |"
+        )
 
-    rule = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
-    return "\n".join([line(head), rule, *map(line, rows)])
+    rule = "|".join(
+        "-" * (width + 1) + (":" if of_numbers else "-") for width, of_numbers in zip(widths, right, strict=True)
+    )
+    return "\n".join([line(head), f"|{rule}|", *map(line, rows)])
 
 
 def number(value: Any) -> str:
