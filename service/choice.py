@@ -1,4 +1,4 @@
-"""One continuation of a request: token ids in, Delta and Finished messages out. Knows no RPC and no engine process."""
+"""One continuation of a request: token ids in, serialized Deltas and Finished out. Knows no RPC and no engine process."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,7 @@ from fulcrum.v1 import inference_pb2 as pb
 from service.detokenizer import TextStream
 from service.errors import ApiError
 from service.validate import Plan
+from service.wire import text_delta
 
 # The engine ended it on a token that is not part of the text.
 _STOPPED_BY_TOKEN = (FinishReason.EOS, FinishReason.STOP_TOKEN)
@@ -37,7 +38,7 @@ class Choice:
         self._plan = plan
         self._text = text
 
-    def take(self, output: SequenceOutput) -> list[pb.GenerateResponse]:
+    def take(self, output: SequenceOutput) -> list[bytes]:
         """The messages that these tokens make: none while the text lags, one Delta, and Finished at the end.
 
         Tokens after a stop string are dropped: the engine sampled them before it knew.
@@ -58,19 +59,21 @@ class Choice:
         self.finish = finish
         messages = []
         plan = self._plan
-        if (text and plan.text) or (ids and plan.token_ids):
-            delta = pb.Delta(index=self.index)
-            if plan.text:
-                delta.text = text
-            if plan.token_ids:
-                delta.token_ids.extend(ids)
-            messages.append(pb.GenerateResponse(delta=delta))
+        if plan.token_ids:
+            if ids or (text and plan.text):
+                delta = pb.Delta(index=self.index, text=text if plan.text else "", token_ids=ids)
+                messages.append(pb.GenerateResponse(delta=delta).SerializeToString())
+        elif text and plan.text:
+            messages.append(text_delta(self.index, text))
         if finish is not None:
-            messages.append(pb.GenerateResponse(finished=self._finished(finish, stop, ids)))
+            finished = pb.GenerateResponse(finished=self._finished(finish, stop, ids))
+            messages.append(finished.SerializeToString())
         return messages
 
     def _read(self, stream: TextStream, ids: Sequence[int], finish: FinishReason | None) -> tuple[str, str | None, int]:
         """The text of these ids, the stop string that ended it, and how many ids it took."""
+        if finish is None and len(ids) == 1:  # as it nearly always is
+            return *stream.step(ids[0]), 1
         text = ""
         hidden = finish in _STOPPED_BY_TOKEN and not self._plan.include_stop
         for position in range(len(ids) - hidden):

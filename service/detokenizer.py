@@ -1,12 +1,14 @@
 """The text of one sequence while its tokens arrive: whole characters only, and stop strings. Knows nothing of requests.
 
-The joined pieces always equal `Tokenizer.decode` of all ids. The work is O(1) a token, whatever the tokens are: their
-bytes go through an incremental UTF-8 decoder, which keeps at most three bytes of a character that is not complete yet.
+The joined pieces always equal `Tokenizer.decode` of all ids. The work is O(1) a token, whatever the tokens are: a token
+of whole characters is looked up; the bytes of others, and of those that follow half a character, go through an
+incremental UTF-8 decoder, which keeps at most three bytes of a character that is not complete yet.
 (`tokenizers.decoders.DecodeStream` decodes all pending ids anew at each step, so a run of invalid bytes costs O(n²); it
 has no end, and so loses what is pending there.)
 """
 
 import codecs
+import re
 from collections.abc import Sequence
 
 from service.tokenizer import Tokenizer
@@ -23,15 +25,21 @@ class Detokenizer:
                 beginning of a text (SentencePiece) stays.
         """
         self._token_bytes = tokenizer.token_bytes
+        self._token_text = tokenizer.token_text
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._partial = False  # the decoder holds a part of a character
         self._strip = tokenizer.strips_first_space and not after_prompt
 
     def step(self, token_id: int) -> str:
         """Returns the text that this token completes; "" while a character is incomplete."""
         if token_id in self._skipped:
             return ""
-        return self._stripped(self._utf8.decode(self._token_bytes(token_id)))
+        text = None if self._partial else self._token_text(token_id)
+        if text is None:
+            text = self._utf8.decode(self._token_bytes(token_id))
+            self._partial = bool(self._utf8.getstate()[0])
+        return self._stripped(text) if self._strip else text
 
     def finish(self) -> str:
         """Returns what is left: U+FFFD if the sequence ended within a character."""
@@ -64,13 +72,14 @@ class StopChecker:
             raise ValueError("a stop string must not be empty")
         self._stops = tuple(dict.fromkeys(stops))
         self._first = frozenset(stop[0] for stop in self._stops)
+        self._may_begin = re.compile(f"[{''.join(map(re.escape, sorted(self._first)))}]").search if stops else None
         self._longest = max(map(len, self._stops), default=0)
         self._include = include_stop
         self._held = ""
 
     def step(self, piece: str) -> tuple[str, str | None]:
         """Returns the text that may be sent, and the stop string that ends it, if one does (the last call then)."""
-        if not self._stops:
+        if self._may_begin is None or not (self._held or self._may_begin(piece)):
             return piece, None
         text = self._held + piece
         found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]

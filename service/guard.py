@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from service.auth import Authenticator
 from service.errors import ApiError
+from service.wire import serialized
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +57,9 @@ class Guard(grpc.aio.ServerInterceptor):
             return handler if refusal is None else grpc.stream_stream_rpc_method_handler(self._refuse(method, refusal))
         behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
         wrapped = self._wrap(method, behavior, handler.request_deserializer, refusal)
-        make = (
-            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
-        )
-        return make(wrapped, None, handler.response_serializer)
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(wrapped, None, serialized)
+        return grpc.unary_unary_rpc_method_handler(wrapped, None, handler.response_serializer)
 
     def _wrap(
         self, method: str, behavior: Any, deserialize: Any, refusal: ApiError | None

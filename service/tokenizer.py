@@ -59,6 +59,7 @@ class Tokenizer:
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self.vocab_size = 1 + max(backend.get_vocab().values(), default=-1)
         self._pieces = _Pieces(backend)
+        self._texts: dict[int, str | None] = {}
         # Characters of a text for each token at most; a normalizer may shrink it first (NFC: to a quarter at most).
         self._longest = max(1, *map(len, backend.get_vocab())) * (1 if backend.normalizer is None else 4)
         self.strips_first_space = self._pieces.strips_first_space
@@ -189,6 +190,22 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for: part of a character, or several; b"" for an id outside the vocabulary."""
         return self._pieces[token_id]
+
+    def token_text(self, token_id: int) -> str | None:
+        """The text that a token stands for, if no character is open; None if its bytes are not whole characters."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            piece = self._pieces[token_id]
+            if not piece:
+                return ""  # not kept, as in _Pieces
+            text: str | None
+            try:
+                text = piece.decode()
+            except UnicodeDecodeError:
+                text = None
+            self._texts[token_id] = text
+            return text
 
     def token_id(self, text: str) -> int | None:
         """The id of the token that is spelled like this in the vocabulary."""
