@@ -99,7 +99,8 @@ def sweep(**params: Any) -> None:
                 count = min(count, math.ceil(rate * params["seconds"]))
             click.echo(f"{rate:g} requests/s, {count} prompts", err=True)
             seed = test.sampling.seed + (number if params["vary_seed"] else 0)
-            row = replace(test, rate=rate, sampling=replace(test.sampling, count=count, seed=seed))
+            about = dict(test.about) | {"cache_flushed": params["flush_cache"] is not None}
+            row = replace(test, rate=rate, sampling=replace(test.sampling, count=count, seed=seed), about=about)
             options.flush_cache(params, test.target)
             runs.append(_measure(row))
             save(result_json(runs[-1]), folder / f"sweep-{rate:g}qps.json")

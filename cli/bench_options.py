@@ -92,6 +92,11 @@ dataset = together(
     click.option("--prefix-repetition-num-prefixes", type=length, default=64),
     click.option("--prefix-repetition-output-len", type=length, default=256),
 )
+flush = click.option(
+    "--flush-cache",
+    metavar="ADDRESS",
+    help="Empty the prefix cache first, at Fulcrum's HOST:PORT or unix:/PATH of admin.",
+)
 output_json = click.option(
     "--output-json", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures, and how they were made."
 )
@@ -132,6 +137,14 @@ def write_json(path: Path | None, fields: dict[str, Any]) -> None:
 
         save({"date": datetime.now().strftime("%Y%m%d-%H%M%S")} | fields | environment(), path)
         click.echo(f"Saved {path}", err=True)
+
+
+def flush_cache(params: dict[str, Any], server: "Target") -> None:
+    """Empties the server's prefix cache, if --flush-cache was given. Raises: LoadTestError."""
+    if params["flush_cache"] is not None:
+        from loadtest.admin import flush_cache
+
+        click.echo(f"Flushed {flush_cache(params['flush_cache'], server)} pages", err=True)
 
 
 def load_test(params: dict[str, Any], rate: float, goodput: Sequence[str]) -> "LoadTest":

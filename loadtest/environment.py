@@ -9,12 +9,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-
 _DISTRIBUTIONS = ("torch", "triton", "tokenizers", "grpcio")
 
 
 def environment() -> dict[str, Any]:
-    """JSON fields: machine (with its GPUs), commit of this checkout (with a "+": and changes), versions (None: not installed), command."""
+    """JSON fields: machine (with its GPUs), commit of this checkout (with a "+": and changes), versions, command."""
     return {
         "machine": {
             "cpu": processor(),

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 import grpc
@@ -92,15 +93,19 @@ class GrpcClient:
             # Ids, so that a token whose text is held back is an event all the same.
             output=OutputOptions(token_ids=True),
         )
+        if prompt.salt:
+            request.cache.salt = prompt.salt
         content = prompt.content
         if isinstance(content, str):
             request.text = content
         elif isinstance(content[0], int):
             request.token_ids.CopyFrom(TokenIds(ids=[token for token in content if isinstance(token, int)]))
         else:
-            request.chat.CopyFrom(Chat(messages=[_message(each) for each in content if isinstance(each, dict)]))
+            request.chat.CopyFrom(chat([each for each in content if isinstance(each, dict)]))
         return request
 
 
-def _message(message: Message) -> ChatMessage:
-    return ChatMessage(role=message["role"], content=[ContentPart(text=message["content"])])
+def chat(messages: Iterable[Message]) -> Chat:
+    """These messages as the contract has them."""
+    parts = ((each["role"], ContentPart(text=each["content"])) for each in messages)
+    return Chat(messages=[ChatMessage(role=role, content=[part]) for role, part in parts])

@@ -272,10 +272,11 @@ class HttpClient:
             connection.close()
 
     def _body(self, prompt: Prompt) -> dict[str, Any]:
+        fields = self._fields | {"cache_salt": prompt.salt} if prompt.salt else self._fields
         if self._target.backend == "openai":
-            return {"prompt": prompt.content, "max_tokens": prompt.output_len} | self._fields
+            return {"prompt": prompt.content, "max_tokens": prompt.output_len} | fields
         messages = [{"role": "user", "content": prompt.content}] if isinstance(prompt.content, str) else prompt.content
-        return {"messages": messages, "max_completion_tokens": prompt.output_len} | self._fields
+        return {"messages": messages, "max_completion_tokens": prompt.output_len} | fields
 
 
 def _refusal(body: bytes) -> str:

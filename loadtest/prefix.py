@@ -1,13 +1,16 @@
 """What hit rate this engine's prefix cache gives on a trace, without a model: scheduler and KV pool alone."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from engine.core import EngineCore
-from engine.request import Request, SamplingParams
-from engine.scheduler import Scheduler
+from engine.request import Request, RequestRejected, SamplingParams
+from engine.scheduler import WATERMARK, Scheduler
 from engine.step import Step, StepResult
-from loadtest.trace import GENERATED, Hits, TraceRequest
+from loadtest.records import LoadTestError
+from loadtest.trace import GENERATED, Hits, TraceRequest, hit_fields
+from loadtest.vllm_cache import vllm_hits
 
 
 class _NoModel:
@@ -48,3 +51,39 @@ def simulated_hits(
         live -= sum(update.finish is not None for update in core.turn().updates)
     scheduler.check_integrity()
     return Hits(scheduler.stats.prefix_query_tokens, scheduler.stats.prefix_hit_tokens)
+
+
+def simulate(
+    requests: Sequence[TraceRequest],
+    *,
+    page_sizes: Sequence[int],
+    pools: Sequence[int | None],
+    concurrency: int,
+    max_batched_tokens: int,
+) -> list[dict[str, Any]]:
+    """One row of JSON fields for each page size and pool (tokens; None: ample), with the references' rates beside ours.
+
+    Raises: LoadTestError when a request is larger than a pool.
+    """
+    prompts, rows = [request.prompt for request in requests], []
+    loop = {"concurrency": concurrency, "max_batched_tokens": max_batched_tokens}
+    for page_size in page_sizes:
+        for pool in pools:
+            num_pages = _ample(requests, page_size) if pool is None else pool // page_size
+            try:
+                ours = simulated_hits(requests, num_pages=num_pages, page_size=page_size, **loop)
+            except RequestRejected as error:
+                raise LoadTestError(f"a pool of {pool} tokens is too small: {error}") from error
+            reference = vllm_hits(requests, num_blocks=num_pages, block_size=page_size, **loop)
+            rows.append(
+                {"page_size": page_size, "pool_tokens": pool, "num_pages": num_pages}
+                | hit_fields(ours, prompts, page_size, None if pool is None else num_pages)
+                | {"vllm_rules_hit_rate": reference.rate}
+            )
+    return rows
+
+
+def _ample(requests: Sequence[TraceRequest], page_size: int) -> int:
+    """Pages that hold every token of the trace, and what the scheduler keeps in reserve."""
+    pages = sum(-(-(len(request.prompt) + request.output_len) // page_size) for request in requests)
+    return int(pages * (1 + 2 * WATERMARK)) + 2

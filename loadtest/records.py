@@ -16,11 +16,13 @@ class Prompt:
         content: what is sent.
         output_len: tokens to generate at most.
         prompt_len: tokens, as counted here; 0 where only the server knows.
+        salt: the server shares cached prefixes only between requests of the same salt.
     """
 
     content: Content
     output_len: int
     prompt_len: int = 0
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,20 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from loadtest.records import LoadTestError, Target
+from loadtest.records import LoadTestError, Message, Target
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     import httpx
     import tokenizers
+
+    from fulcrum.v1.inference_pb2 import TokenizeRequest
 
 COMMON_IDS = range(1000, 30_000)
 """Ids that are ordinary tokens in every vocabulary of the model families that are served."""
@@ -85,13 +88,21 @@ class RemoteTokenizer:
 
     def __init__(self, target: Target) -> None:
         self._target = target
+
+    @cached_property
+    def specials_added(self) -> int:
+        """See Tokenizer."""
         (bare,), (dressed,) = self.encode(["a"], special=False), self.encode(["a"])
-        self.specials_added = len(dressed) - len(bare)
+        return len(dressed) - len(bare)
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         """See Tokenizer."""
         if self._target.backend == "grpc":
-            return asyncio.run(self._rpcs(texts, special=special))
+            from fulcrum.v1.inference_pb2 import TokenizeRequest
+
+            model = self._target.model
+            requests = [TokenizeRequest(model=model, text=text, add_special_tokens=special) for text in texts]
+            return asyncio.run(self._rpcs(requests))
         bodies = [{"model": self._target.model, "prompt": text, "add_special_tokens": special} for text in texts]
         return [[int(token) for token in answer["tokens"]] for answer in asyncio.run(self._posts("/tokenize", bodies))]
 
@@ -101,6 +112,17 @@ class RemoteTokenizer:
             return asyncio.run(self._detokenize(ids))
         bodies = [{"model": self._target.model, "tokens": list(each)} for each in ids]
         return [str(answer["prompt"]) for answer in asyncio.run(self._posts("/detokenize", bodies))]
+
+    def encode_chats(self, chats: Sequence[list[Message]]) -> list[list[int]]:
+        """The ids of each chat as the server's template renders it, with the beginning of an answer."""
+        if self._target.backend == "grpc":
+            from fulcrum.v1.inference_pb2 import TokenizeRequest
+            from loadtest.grpc_client import chat
+
+            model = self._target.model
+            return asyncio.run(self._rpcs([TokenizeRequest(model=model, chat=chat(each)) for each in chats]))
+        bodies = [{"model": self._target.model, "messages": each} for each in chats]
+        return [[int(token) for token in answer["tokens"]] for answer in asyncio.run(self._posts("/tokenize", bodies))]
 
     async def _posts(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         async with _http(self._target) as client:
@@ -117,16 +139,13 @@ class RemoteTokenizer:
 
             return await _each(post, bodies)
 
-    async def _rpcs(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
-        from fulcrum.v1.inference_pb2 import TokenizeRequest
-
+    async def _rpcs(self, requests: "Sequence[TokenizeRequest]") -> list[list[int]]:
         async with _engine(self._target) as client:
 
-            async def tokenize(text: str) -> list[int]:
-                request = TokenizeRequest(model=self._target.model, text=text, add_special_tokens=special)
+            async def tokenize(request: "TokenizeRequest") -> list[int]:
                 return list((await client.tokenize(request)).token_ids)
 
-            return await _each(tokenize, texts)
+            return await _each(tokenize, requests)
 
     async def _detokenize(self, ids: Sequence[Sequence[int]]) -> list[str]:
         from fulcrum.v1.inference_pb2 import DetokenizeRequest

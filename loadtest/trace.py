@@ -5,8 +5,9 @@ token, whose logits are wanted: floor(min(run, n - 1) / page) * page tokens of a
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from loadtest.datasets import Sampling, trace_rows
 
@@ -98,3 +99,38 @@ def _run(keys: Sequence[int], cached: OrderedDict[int, None]) -> Iterator[int]:
         if key not in cached:
             return
         yield key
+
+
+def hit_fields(hits: Hits, prompts: Sequence[Sequence[int]], page_size: int, pages: int | None) -> dict[str, Any]:
+    """JSON fields of a hit rate, with those of an infinite cache and (where `pages` is known) of an LRU beside it."""
+    limited = None if pages is None else ideal(prompts, page_size, pages).rate
+    return {
+        "queried_tokens": hits.queried,
+        "cached_tokens": hits.cached,
+        "hit_rate": hits.rate,
+        "ideal_hit_rate": ideal(prompts, page_size).rate,
+        "lru_hit_rate": limited,
+    }
+
+
+_COLUMNS = {
+    "page_size": "page",
+    "pool_tokens": "pool tokens",
+    "num_pages": "pages",
+    "cached_tokens": "cached",
+    "hit_rate": "hit rate",
+    "ideal_hit_rate": "infinite",
+    "lru_hit_rate": "LRU",
+    "vllm_rules_hit_rate": "vLLM's rules",
+}
+
+
+def hit_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of hit rates, line by line; of a pool that is not named, "-"."""
+    columns = {key: title for key, title in _COLUMNS.items() if key in rows[0]}
+    lines = [list(columns.values()), *([_cell(row[key]) for key in columns] for row in rows)]
+    return "\n".join("".join(f"{cell:>14}" for cell in line) for line in lines)
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else f"{value:,}"

@@ -67,7 +67,7 @@ def test_table_of_a_sweep(reference):
 
 def test_results_say_where_they_come_from():
     fields = environment()
-    assert {"machine", "commit", "version", "command"} == fields.keys()
+    assert {"machine", "commit", "version", "versions", "command"} == fields.keys()
     assert fields["machine"]["cores"] >= 1
     json.dumps(fields)
 

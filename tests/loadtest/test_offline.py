@@ -39,7 +39,10 @@ def test_throughput_counts_every_token(bench, tmp_path):
     assert fields["requests_per_second"] == pytest.approx(2 / seconds)
     assert fields["tokens_per_second"] == pytest.approx(24 / seconds)
     assert fields["output_throughput"] == pytest.approx(7 / seconds)
-    rates = (f"{2 / seconds:.2f} requests/s", f"{24 / seconds:.2f} total tokens/s", f"{7 / seconds:.2f} output tokens/s")
+    rates = [
+        f"{count / seconds:.2f} {what}/s"
+        for count, what in ((2, "requests"), (24, "total tokens"), (7, "output tokens"))
+    ]
     assert printed.startswith(f"Throughput: {', '.join(rates)}\n")
     assert "Total num prompt tokens:  17 " in printed
     assert "Total num output tokens:  7\n" in printed

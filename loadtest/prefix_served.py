@@ -1,0 +1,101 @@
+"""What a running server's prefix cache is worth: its hit rate on a trace, and TTFT by turn of chats, cold and warm."""
+
+import statistics
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from loadtest.records import Chain, LoadTestError, Record
+from loadtest.serve import LoadTest
+from loadtest.tokens import RemoteTokenizer
+from loadtest.trace import Hits, hit_fields
+
+
+def served_trace(test: LoadTest, page_size: int, pool: int | None) -> dict[str, Any]:
+    """Sends a data set of token ids: a row of JSON fields (see `trace.hit_fields`).
+
+    Args:
+        pool: KV tokens that the server has, where that is known.
+
+    Raises: LoadTestError when a request failed.
+    """
+    chains = test.chains()
+    hits = _hits(_sent(test, chains))
+    prompts = [
+        [token for token in prompt.content if isinstance(token, int)] for chain in chains for prompt in chain.prompts
+    ]
+    pages = None if pool is None else pool // page_size
+    row = {"page_size": page_size, "pool_tokens": pool, "num_pages": pages}
+    return row | hit_fields(hits, prompts, page_size, pages)
+
+
+def served_chats(test: LoadTest, page_size: int, pool: int | None, before: Callable[[], object]) -> dict[str, Any]:
+    """Sends chats twice, turn by turn: cold, each request with a salt of its own; and warm, with one salt for all.
+
+    A row of JSON fields as of a trace, for the warm pass; and "turns", with the TTFT of both.
+
+    Args:
+        before: called before each pass.
+
+    Raises: LoadTestError when a request failed.
+    """
+    chains = test.chains()
+    before()
+    cold = _sent(test, [_salted(chain, lambda: uuid.uuid4().hex) for chain in chains])
+    before()
+    common = uuid.uuid4().hex
+    warm = _sent(test, [_salted(chain, lambda: common) for chain in chains])
+    chats = [prompt.content for chain in chains for prompt in chain.prompts]
+    prompts = RemoteTokenizer(test.target).encode_chats(chats)  # type: ignore[arg-type]
+    pages = None if pool is None else pool // page_size
+    turns = [_turn(turn, cold, warm) for turn in sorted({record.turn for record in warm})]
+    row = {"page_size": page_size, "pool_tokens": pool, "num_pages": pages}
+    return row | hit_fields(_hits(warm), prompts, page_size, pages) | {"turns": turns}
+
+
+def turns_table(turns: Sequence[dict[str, Any]]) -> str:
+    """One line for each turn; milliseconds."""
+    titles = ("turn", "requests", "prompt tokens", "hit rate", "cold p50", "cold p90", "warm p50", "warm p90")
+    keys = ("turn", "requests", "mean_prompt_tokens", "hit_rate", *_PERCENTILES)
+    lines = ["".join(f"{title:>14}" for title in titles)]
+    for turn in turns:
+        cells = (f"{turn[key]:.3f}" if isinstance(turn[key], float) else str(turn[key]) for key in keys)
+        lines.append("".join(f"{cell:>14}" for cell in cells))
+    return "\n".join(lines)
+
+
+_PERCENTILES = ("cold_p50_ttft_ms", "cold_p90_ttft_ms", "warm_p50_ttft_ms", "warm_p90_ttft_ms")
+
+
+def _turn(turn: int, cold: Sequence[Record], warm: Sequence[Record]) -> dict[str, Any]:
+    of_turn = [record for record in warm if record.turn == turn]
+    fields: dict[str, Any] = {
+        "turn": turn + 1,
+        "requests": len(of_turn),
+        "mean_prompt_tokens": statistics.mean(record.prompt_tokens for record in of_turn),
+        "hit_rate": _hits(of_turn).rate,
+    }
+    for name, records in (("cold", cold), ("warm", warm)):
+        times = [1000 * record.ttft for record in records if record.turn == turn]
+        fields |= {f"{name}_p{each}_ttft_ms": float(np.percentile(times, each)) for each in (50, 90)}
+    return fields
+
+
+def _salted(chain: Chain, salt: Callable[[], str]) -> Chain:
+    return replace(chain, prompts=tuple(replace(prompt, salt=salt()) for prompt in chain.prompts))
+
+
+def _sent(test: LoadTest, chains: Sequence[Chain]) -> list[Record]:
+    run = test.run(chains)
+    if run.unfinished:
+        raise LoadTestError(f"interrupted: {run.unfinished} requests did not end")
+    if errors := [record.error for record in run.records if record.error]:
+        raise LoadTestError(f"{len(errors)} requests failed: {errors[0]}")
+    return list(run.records)
+
+
+def _hits(records: Sequence[Record]) -> Hits:
+    return Hits(sum(record.prompt_tokens for record in records), sum(record.cached_tokens for record in records))
