@@ -2,7 +2,7 @@
 
 For every shape and number of rows it times cuBLAS and two dozen configurations, in CUDA graphs over so many distinct
 weights that the L2 cache never helps, and checks every result against float32. A configuration enters the table if it
-beats cuBLAS by 2%. The fused gate is compared with cuBLAS and the gate's own kernel, one after the other.
+beats cuBLAS by 2%; entries of products that a run leaves out stay. The fused gate is compared with cuBLAS and the gate's own kernel, one after the other.
 """
 
 # ruff: noqa: T201
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.activation import silu_mul
-from kernels.gpu.matmul import TABLE_FILE, Config, Key, Workspace, launch, plan
+from kernels.gpu.matmul import TABLE_FILE, Config, Key, Workspace, launch, load_table, plan
 
 # (hidden size, heads' columns of q, k and v together, columns of the heads, intermediate size, vocabulary, layers)
 MODELS = {
@@ -162,6 +162,16 @@ def precompile(case: Case, config: Config, pdl: bool) -> None:
     kernel.warmup(*args, grid=grid, **options)
 
 
+def submit(pool: ProcessPoolExecutor, case: Case, config: Config, pdl: bool) -> Future[None]:
+    """Has it compiled elsewhere; a pool that broke leaves that to the first launch."""
+    try:
+        return pool.submit(precompile, case, config, pdl)
+    except BrokenProcessPool:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
 def measure(call: Callable[[Tensor], None], weights: Tensor) -> float:
     """Microseconds of one call, the median of five runs of a graph that goes over the weights."""
     calls = max(4, len(weights))
@@ -208,15 +218,15 @@ class Tuner:
     """Times one case after another until the time is up.
 
     Attributes:
-        best: what beat cuBLAS.
+        best: what beat cuBLAS, and what the table had of products not timed yet.
         times: microseconds of each key: cuBLAS alone, what the engine would do without a table, and with it.
     """
 
-    def __init__(self, deadline: float, pdl: bool, every: bool) -> None:
+    def __init__(self, best: dict[Key, Config], deadline: float, pdl: bool, every: bool) -> None:
         self.deadline = deadline
         self.pdl = pdl
         self.every = every
-        self.best: dict[Key, Config] = {}
+        self.best = best
         self.times: dict[Key, tuple[float, float, float]] = {}
 
     def late(self) -> bool:
@@ -268,6 +278,7 @@ class Tuner:
             return
         results.sort(key=lambda result: result[0])
         took, config = results[0]
+        self.best.pop(case.key, None)
         if wins := took <= 0.98 * base:
             self.best[case.key] = config
         self.times[case.key] = (alone, base, took if wins else base)
@@ -311,22 +322,24 @@ def main() -> None:
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
     most = arguments.candidates
-    tuner = Tuner(deadline, arguments.pdl, arguments.every)
+    before = load_table(arguments.output, torch.cuda.get_device_name()) if arguments.output.exists() else {}
+    tuner = Tuner(before, deadline, arguments.pdl, arguments.every)
     with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             for model in arguments.models:
+                if tuner.late():
+                    break
                 work = [case for rows in arguments.rows for case in cases(model, rows)]
                 compiling = [
-                    [
-                        (config, pool.submit(precompile, case, config, arguments.pdl))
-                        for config in candidates(case, most)
-                    ]
+                    [(config, submit(pool, case, config, arguments.pdl)) for config in candidates(case, most)]
                     for case in work
                 ]
                 for case, pending in zip(work, compiling, strict=True):
-                    if not tuner.late():
-                        tuner.tune(case, pending)
-                        write_table(arguments.output, tuner.best)
+                    if tuner.late():
+                        print(f"out of time before {case.name} M={case.key.rows}")
+                        break
+                    tuner.tune(case, pending)
+                    write_table(arguments.output, tuner.best)
         finally:
             pool.shutdown(cancel_futures=True)
     for model in arguments.models:
