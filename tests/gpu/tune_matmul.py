@@ -2,7 +2,8 @@
 
 For every shape and number of rows it times cuBLAS and two dozen configurations, in CUDA graphs over so many distinct
 weights that the L2 cache never helps, and checks every result against float32. A configuration enters the table if it
-beats cuBLAS by 2%; entries of products that a run leaves out stay. The fused gate is compared with cuBLAS and the gate's own kernel, one after the other.
+beats cuBLAS by 2%; entries of products that a run leaves out stay. The fused gate is compared with cuBLAS and the
+gate's own kernel, one after the other.
 """
 
 # ruff: noqa: T201
