@@ -169,7 +169,7 @@ def _prefill_kernel(
         tokens = (token + steps).to(tl.int64)[:, None]
         queries = tl.load(q + head * Q_HEAD + tokens * Q_TOKEN + dims[None, :], mask=mask, other=0.0)
         pages = table + row.to(tl.int64) * table_stride
-        # Queries beyond the count are computed like the last one, so that none sees what has not been written.
+        # Queries beyond the count see what the last one sees; their results are not stored.
         position = first + tl.minimum(steps, count - 1)
         end = first + count
         # Keys [start, inner) cross the window's border, [inner, diagonal) are seen by all queries, the rest by some.

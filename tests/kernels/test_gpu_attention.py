@@ -136,6 +136,11 @@ def test_decode_windows(device, window, plan_window):
     check_decode(device, [1, 19, 20, 21, 70], group=2, kv_heads=1, window=window, plan_window=plan_window, programs=32)
 
 
+def test_decode_merges_splits_that_lie_before_the_window(device):
+    # Four splits of 16 heads of 64 are merged at once: the first four of nine have seen nothing.
+    check_decode(device, [144], group=16, kv_heads=1, window=20, programs=32)
+
+
 def test_a_plan_for_a_window_splits_what_the_window_shows(device):
     plan = check_decode(device, [90, 5], group=1, kv_heads=1, window=32, plan_window=32, programs=32)
     assert plan.header.tolist() == [3, 16]
