@@ -24,7 +24,7 @@ Params = dict[str, Any]
 @bench_options.dataset
 @click.option("--temperature", type=click.FloatRange(min=0), default=1.0, help="0 is greedy.")
 @bench_options.output_json
-@options.together(options.model_files, options.engine_settings)
+@options.together(options.revision, options.tokenizer, options.engine_settings)
 def throughput(**params: Any) -> None:
     """Measure MODEL without a server: all prompts at once, each with all its tokens.
 
@@ -51,7 +51,7 @@ def throughput(**params: Any) -> None:
 @click.option("--num-iters-warmup", type=click.IntRange(min=0), default=10, help="Batches before the measurement.")
 @click.option("--num-iters", type=bench_options.count, default=30, help="Batches measured.")
 @bench_options.output_json
-@options.together(options.model_files, options.engine_settings)
+@options.together(options.revision, options.engine_settings)
 def latency(**params: Any) -> None:
     """Measure MODEL without a server: one batch of random prompts, again and again.
 

@@ -78,9 +78,13 @@ grace = option(
     "--grace", default=30.0, type=click.FloatRange(min=0), help="Seconds that running requests get when it ends."
 )
 
+revision = option("--revision", help="Branch, tag or commit of a hub model.")
+tokenizer = option(
+    "--tokenizer", type=click.Path(exists=True, path_type=Path), help="Folder or file, instead of the model's."
+)
 model_files = together(
-    option("--revision", help="Branch, tag or commit of a hub model."),
-    option("--tokenizer", type=click.Path(exists=True, path_type=Path), help="Folder or file, instead of the model's."),
+    revision,
+    tokenizer,
     option("--chat-template", type=existing_file, help="Jinja file, instead of the model's chat template."),
 )
 

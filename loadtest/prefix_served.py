@@ -10,6 +10,7 @@ import numpy as np
 
 from loadtest.records import Chain, LoadTestError, Record
 from loadtest.serve import LoadTest
+from loadtest.tables import markdown
 from loadtest.tokens import RemoteTokenizer
 from loadtest.trace import Hits, hit_fields
 
@@ -56,18 +57,24 @@ def served_chats(test: LoadTest, page_size: int, pool: int | None, before: Calla
     return row | hit_fields(_hits(warm), prompts, page_size, pages) | {"turns": turns}
 
 
+_COLUMNS = {
+    "turn": "turn",
+    "requests": "requests",
+    "mean_prompt_tokens": "prompt tokens",
+    "hit_rate": "hit rate",
+    "cold_p50_ttft_ms": "cold TTFT p50, ms",
+    "cold_p90_ttft_ms": "p90",
+    "warm_p50_ttft_ms": "warm TTFT p50, ms",
+    "warm_p90_ttft_ms": "p90",
+}
+
+
 def turns_table(turns: Sequence[dict[str, Any]]) -> str:
-    """One line for each turn; milliseconds."""
-    titles = ("turn", "requests", "prompt tokens", "hit rate", "cold p50", "cold p90", "warm p50", "warm p90")
-    keys = ("turn", "requests", "mean_prompt_tokens", "hit_rate", *_PERCENTILES)
-    lines = ["".join(f"{title:>14}" for title in titles)]
-    for turn in turns:
-        cells = (f"{turn[key]:.3f}" if isinstance(turn[key], float) else str(turn[key]) for key in keys)
-        lines.append("".join(f"{cell:>14}" for cell in cells))
-    return "\n".join(lines)
-
-
-_PERCENTILES = ("cold_p50_ttft_ms", "cold_p90_ttft_ms", "warm_p50_ttft_ms", "warm_p90_ttft_ms")
+    """One line for each turn."""
+    cells = [
+        [f"{turn[key]:.2f}" if isinstance(turn[key], float) else str(turn[key]) for key in _COLUMNS] for turn in turns
+    ]
+    return markdown(list(_COLUMNS.values()), cells)
 
 
 def _turn(turn: int, cold: Sequence[Record], warm: Sequence[Record]) -> dict[str, Any]:
@@ -75,7 +82,7 @@ def _turn(turn: int, cold: Sequence[Record], warm: Sequence[Record]) -> dict[str
     fields: dict[str, Any] = {
         "turn": turn + 1,
         "requests": len(of_turn),
-        "mean_prompt_tokens": statistics.mean(record.prompt_tokens for record in of_turn),
+        "mean_prompt_tokens": statistics.fmean(record.prompt_tokens for record in of_turn),
         "hit_rate": _hits(of_turn).rate,
     }
     for name, records in (("cold", cold), ("warm", warm)):

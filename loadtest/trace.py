@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loadtest.datasets import Sampling, trace_rows
+from loadtest.tables import markdown
 
 GENERATED = 0
 """What a model-free runner generates; no token of a trace's prompt."""
@@ -114,22 +115,21 @@ def hit_fields(hits: Hits, prompts: Sequence[Sequence[int]], page_size: int, pag
 
 
 _COLUMNS = {
-    "page_size": "page",
+    "page_size": "page size",
     "pool_tokens": "pool tokens",
     "num_pages": "pages",
-    "cached_tokens": "cached",
+    "cached_tokens": "cached tokens",
     "hit_rate": "hit rate",
-    "ideal_hit_rate": "infinite",
-    "lru_hit_rate": "LRU",
+    "ideal_hit_rate": "infinite cache",
+    "lru_hit_rate": "LRU of pages",
     "vllm_rules_hit_rate": "vLLM's rules",
 }
 
 
 def hit_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of hit rates, line by line; of a pool that is not named, "-"."""
-    columns = {key: title for key, title in _COLUMNS.items() if key in rows[0]}
-    lines = [list(columns.values()), *([_cell(row[key]) for key in columns] for row in rows)]
-    return "\n".join("".join(f"{cell:>14}" for cell in line) for line in lines)
+    """Rows of hit rates as a table; columns that no row has are left out."""
+    columns = {key: title for key, title in _COLUMNS.items() if any(row.get(key) is not None for row in rows)}
+    return markdown(list(columns.values()), [[_cell(row[key]) for key in columns] for row in rows])
 
 
 def _cell(value: float | None) -> str:

@@ -154,7 +154,7 @@ def test_chats_are_sent_cold_and_warm(mock_server, tmp_path):
     assert second["warm_p50_ttft_ms"] < second["cold_p50_ttft_ms"]
     (row,) = saved["rows"]
     assert row["hit_rate"] == row["ideal_hit_rate"] == 16 / 66
-    assert "cold p50" in ran.stdout
+    assert "cold TTFT p50" in ran.stdout
 
 
 class Admin(AdminServiceServicer):
