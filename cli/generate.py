@@ -60,8 +60,8 @@ def _stream(text: str, params: Params, served: ServedModel, llm: LLM) -> None:
     sampling = fit(asked, prompt, "text" if params["raw"] else "chat", llm.info)
     choice = Choice(0, asked, served.text_stream(asked, after_prompt=params["raw"]))
     for piece in llm.stream(prompt, sampling):
-        for message in choice.take(SequenceOutput("", piece.index, piece.token_ids, piece.finish)):
-            click.echo(GenerateResponse.FromString(message).delta.text, nl=False)
+        for response in choice.take(SequenceOutput("", piece.index, piece.token_ids, piece.finish)):
+            click.echo(GenerateResponse.FromString(response).delta.text, nl=False)
         if choice.finish is not None:  # a stop string may end it before the engine does
             break
     click.echo()

@@ -43,6 +43,8 @@ class Edge:
         state = scope.setdefault("state", {})
         state["request_id"] = label = clean_label(headers.get("x-request-id", ""))
         state["arrival"] = arrival = time.monotonic()
+        # What is between us and a stream looks at the beginning of an answer alone: what follows may pass it by.
+        state["send_body"] = send
         status = 500
         begun = False
 

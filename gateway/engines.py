@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ REWATCH_SECONDS = 0.2
 START_SECONDS = 1.0
 
 T = TypeVar("T")
+Read = Callable[[], Awaitable[Any]]  # of pb.GenerateResponse, at the end of something that is false
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,15 @@ class CallContext:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A Generate call that was accepted, and the events that follow."""
+    """A Generate call that was accepted.
+
+    Attributes:
+        read: the next event; after the last something that is false. Raises AioRpcError where the call ends ill.
+        cancel: ends the call.
+    """
 
     accepted: pb.Accepted
-    events: AsyncIterator[pb.GenerateResponse]
+    read: Read
     cancel: Callable[[], bool]
 
 
@@ -179,13 +185,12 @@ class EnginePool:
             call = link.inference.Generate(request, metadata=self._metadata_of(context), timeout=context.remaining())
             accepted = False
             try:
-                events = aiter(call)
-                first = await anext(events, None)
-                if first is None or first.WhichOneof("event") != "accepted":
+                first = await call.read()
+                if not isinstance(first, pb.GenerateResponse) or first.WhichOneof("event") != "accepted":
                     logger.error("engine %s did not begin its stream with Accepted", link.address)
                     raise internal_error()
                 accepted = True
-                return Generation(first.accepted, events, call.cancel)
+                return Generation(first.accepted, call.read, call.cancel)
             finally:
                 if not accepted:
                     call.cancel()

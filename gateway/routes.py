@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -27,8 +27,8 @@ from gateway.schemas import (
     parse,
     parse_tokenize,
 )
-from gateway.sse import DONE, ChatFormat, CompletionFormat, Ending, Format, Head, event
-from gateway.transport import EventStream, read_json, unless_gone
+from gateway.sse import ChatFormat, CompletionFormat, Ending, Format, Head, event
+from gateway.transport import EventStream, Write, read_json, unless_gone
 
 VERSION = version("fulcrum-llm")
 FINGERPRINT = f"fulcrum-{VERSION}"
@@ -137,15 +137,15 @@ class Routes:
         head = Head(answer.request_id, int(time.time()), body.model or answer.model, FINGERPRINT)
         shape = form(head, answer.choices)
         if body.stream:
-            chunks = self._chunks(request, answer, shape, body.include_usage, names)
-            return EventStream(chunks, self._config.heartbeat_seconds, answer.close)
+            source = partial(self._write, request, answer, shape, names)
+            return EventStream(source, self._config.heartbeat_seconds, answer.close)
         return JSONResponse(await self._engine(request, self._whole(request, answer, shape), names))
 
     async def _whole(self, request: Request, answer: Answer, shape: Format) -> dict[str, Any]:
         texts: list[list[str]] = [[] for _ in range(answer.choices)]
         endings: dict[int, Ending] = {}
         try:
-            async for piece in answer.pieces():
+            while (piece := await answer.next()) is not None:
                 if piece.ending is None:
                     texts[piece.index].append(piece.text)
                 else:
@@ -155,22 +155,22 @@ class Routes:
         in_order = [endings[index] for index in range(answer.choices)]
         return shape.whole(["".join(text) for text in texts], in_order, answer.counts)
 
-    async def _chunks(
-        self, request: Request, answer: Answer, shape: Format, include_usage: bool, names: dict[str, str]
-    ) -> AsyncGenerator[bytes]:
-        """The event stream. It ends with [DONE], or with an error event and no [DONE]."""
+    async def _write(
+        self, request: Request, answer: Answer, shape: Format, names: dict[str, str], write: Write
+    ) -> None:
+        """Writes the event stream. It ends with [DONE], or with an error event and no [DONE]."""
         try:
-            yield shape.opening()
-            async for piece in answer.pieces():
+            await write(shape.opening())
+            while (piece := await answer.next()) is not None:
                 if piece.ending is None:
-                    yield shape.piece(piece.index, piece.text)
+                    await write(shape.piece(piece.index, piece.text))
                 else:
-                    yield shape.ending(piece.index, piece.ending)
-            yield shape.usage(answer.counts) + DONE if include_usage else DONE
+                    await write(shape.ending(piece.index, piece.ending))
+            await write(shape.closing(answer.counts))
         except grpc.aio.AioRpcError as error:
-            yield self._error_event(from_rpc(error, names, request.state.request_id))
+            await write(self._error_event(from_rpc(error, names, request.state.request_id)))
         except ApiError as error:
-            yield self._error_event(error)
+            await write(self._error_event(error))
         finally:
             self._done(request, answer)
 

@@ -112,9 +112,11 @@ class Format(ABC):
         """The last event of a choice."""
         return self._chunk([self._streamed_choice(index, None) | close(ending)])
 
-    def usage(self, counts: TokenCounts) -> bytes:
-        """The event that carries the usage and no choice."""
-        return event({"object": self.streamed_object, "choices": []} | self._head | {"usage": counts.usage()})
+    def closing(self, counts: TokenCounts) -> bytes:
+        """The end of a stream: the event that carries the usage and no choice, if one is wanted, and [DONE]."""
+        if not self._tail:
+            return DONE
+        return event({"object": self.streamed_object, "choices": []} | self._head | {"usage": counts.usage()}) + DONE
 
     def whole(self, texts: list[str], endings: list[Ending], counts: TokenCounts) -> dict[str, Any]:
         """The answer that is not streamed."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -23,6 +23,8 @@ STREAM_HEADERS = {
 LARGE_BYTES = 128 << 10
 
 T = TypeVar("T")
+Write = Callable[[bytes], Awaitable[None]]
+Source = Callable[[Write], Awaitable[None]]
 
 
 async def read_json(request: Request, max_bytes: int, read: Callable[[dict[str, Any]], T]) -> T:
@@ -79,13 +81,13 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Sends chunks as they come, a comment when none came for a while, and stops the source when the client goes."""
+    """Sends what a source writes, a comment when that is nothing for a while, and cancels it when the client goes."""
 
-    def __init__(self, chunks: AsyncGenerator[bytes], heartbeat_seconds: float, close: Callable[[], None]) -> None:
-        """`close` is called at the end, also when `chunks` was never begun."""
+    def __init__(self, source: Source, heartbeat_seconds: float, close: Callable[[], None]) -> None:
+        """`close` is called at the end, also when `source` was never begun."""
         super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
-        self._chunks = chunks
+        self._source = source
         self._heartbeat = heartbeat_seconds
         self._close = close
         self._last = 0.0
@@ -94,7 +96,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Leaves `client_gone` in the request's state when the client did not stay to the end."""
         try:
-            await unless_gone(receive, self._stream(send))
+            await unless_gone(receive, self._stream(send, scope["state"]["send_body"]))
         except ClientDisconnect:
             scope["state"]["client_gone"] = True
         except asyncio.CancelledError:  # the drain is over
@@ -104,18 +106,20 @@ class EventStream(Response):
         finally:
             self._close()
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, send: Send, send_body: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._begun = True
         self._last = time.monotonic()
         beat = asyncio.create_task(self._beat(send))
+
+        async def write(chunk: bytes) -> None:
+            await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
+            self._last = time.monotonic()
+
         try:
-            async for chunk in self._chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                self._last = time.monotonic()
+            await self._source(write)
         finally:
             beat.cancel()
-            await self._chunks.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _beat(self, send: Send) -> None:

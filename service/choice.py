@@ -1,4 +1,4 @@
-"""One continuation of a request: token ids in, serialized Deltas and Finished out. Knows no RPC and no engine process."""
+"""One continuation of a request: token ids in, serialized Deltas and Finished out. Knows no RPC, no engine process."""
 
 from collections.abc import Sequence
 

@@ -277,7 +277,9 @@ def test_bad_timeouts(http, gateway, engine, kit, value):
 def test_the_gateway_s_own_limit_is_the_longest(http, gateway, engine, kit):
     http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT)
     http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT, headers={"x-request-timeout": "100000"})
-    assert all(590 < call.time_remaining <= 600 for call in engine.calls)
+    assert len(engine.calls) == 2
+    # gRPC rounds what is left up on its way: a little more than 600 may arrive.
+    assert all(590 < call.time_remaining < 601 for call in engine.calls)
 
 
 def test_a_good_request_works_after_all_of_it(http, gateway, kit):
