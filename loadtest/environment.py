@@ -31,8 +31,10 @@ def environment() -> dict[str, Any]:
 
 
 def command(arguments: list[str]) -> str:
-    """The command line of `fulcrum` as one would type it, without the values of headers, which may be keys."""
-    shown = ["fulcrum", *arguments[1:]]
+    """The command line as one would type it, without the values of headers, which may be keys, and without folders."""
+    script = Path(arguments[0])
+    program = ["python", "-m", f"loadtest.{script.stem}"] if script.parent.name == "loadtest" else ["fulcrum"]
+    shown = program + [_without_folder(argument) for argument in arguments[1:]]
     for number, argument in enumerate(shown):
         if argument.startswith("--header="):
             shown[number] = argument.partition("=")[0] + "=" + _masked(argument.partition("=")[2])
@@ -55,6 +57,12 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def _without_folder(argument: str) -> str:
+    option, equals, value = argument.rpartition("=")
+    path = Path(value)
+    return option + equals + (path.name if path.is_absolute() and path.parent.exists() else value)
 
 
 def _masked(header: str) -> str:

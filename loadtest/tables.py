@@ -57,6 +57,11 @@ ROWS: Mapping[str, Columns] = {
     ),
     "page_sizes": (
         ("page size", "page_size"),
+        ("pool, tokens", "pool_tokens"),
+        ("prefix hit rate", "hit_rate"),
+        ("ideal", "ideal_hit_rate"),
+        ("LRU", "lru_hit_rate"),
+        ("vLLM's rules", "vllm_rules_hit_rate"),
         ("requests/s", "request_throughput"),
         ("output tokens/s", "output_throughput"),
         ("ITL p50, ms", "p50_itl_ms"),
@@ -155,13 +160,13 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: Any) -> str:
-    """A cell: three significant digits or all before the point; nothing for None."""
+    """A cell: three digits after the point below 1, else three in all, or all before the point; nothing for None."""
     if value is None:
         return ""
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.{max(0, 3 - len(str(int(abs(value)))))}f}"
+        return f"{value:,.{3 if abs(value) < 1 else max(0, 3 - len(str(int(abs(value)))))}f}"
     return str(value)
 
 

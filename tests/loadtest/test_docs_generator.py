@@ -149,7 +149,7 @@ def test_serve_rows_are_named_by_load_or_rate(results):
     folder = results(a=served("sg, 1 req/s", 0.98), b=served(None, 31.5, request_rate=32.0, failed=0))
     page = render('{{ serve("a.json", "b.json") }}', folder)
     assert cells(page, 0) == ["load", "requests/s", "output tokens/s", "TTFT p50, ms", "failed"]
-    assert cells(page, 1) == ["sg, 1 req/s", "0.98", "98.0", "20.0", ""]
+    assert cells(page, 1) == ["sg, 1 req/s", "0.980", "98.0", "20.0", ""]
     assert cells(page, 2) == ["32.0 requests/s", "31.5", "3,150", "20.0", "0"]
     assert page.count("Measured") == 1, "one machine, one commit, one command: said once"
 
@@ -183,7 +183,11 @@ def test_compare_refuses_a_load_that_the_reference_lacks(results):
             {"label": "llama.cpp", "streams": 16, "output_throughput": 300},
             ["", "streams", "output tokens/s"],
         ),
-        ("page_sizes", {"page_size": 16, "request_throughput": 5}, ["page size", "requests/s"]),
+        (
+            "page_sizes",
+            {"page_size": 16, "hit_rate": 0.294, "ideal_hit_rate": 1},
+            ["page size", "prefix hit rate", "ideal"],
+        ),
         ("kernels", {"kernel": "decode", "shape": "8 x 1,152", "us": 12}, ["kernel", "shape", "µs"]),
     ],
 )
@@ -199,8 +203,8 @@ def test_any_table_and_a_figure_in_prose(results):
     page = render(
         '{{ table("a.json", {"N": "n", "time": "ms"}) }}\n\nIt took {{ figure("a.json", "rows", 0, "ms") }}.', folder
     )
-    assert [cells(page, row) for row in range(3)] == [["N", "time"], ["1", "0.50"], ["1,000", "12,346"]]
-    assert page.endswith("It took 0.50.")
+    assert [cells(page, row) for row in range(3)] == [["N", "time"], ["1", "0.500"], ["1,000", "12,346"]]
+    assert page.endswith("It took 0.500.")
 
 
 def test_the_reference_has_every_row_of_the_page_it_was_taken_from():

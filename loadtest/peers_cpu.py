@@ -1,0 +1,210 @@
+"""This server, llama.cpp's and transformers' `generate` side by side on one CPU: `python -m loadtest.peers_cpu MODEL`.
+
+All are started once; then each is measured in turn, round after round, while the others are idle. Servers are measured
+by the client of `fulcrum bench serve`, with prompts of random token ids, each sent once; transformers by itself.
+Knows how its peers are started, and nothing of their insides (peer_llama_cpp.py, peer_transformers.py).
+"""
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from loadtest.datasets import Sampling
+from loadtest.environment import environment
+from loadtest.records import LoadTestError, Target
+from loadtest.report import result_json, save
+from loadtest.serve import LoadTest
+from loadtest.tables import ROWS, rows_table
+
+_FIGURES = ("output_throughput", "p50_ttft_ms", "p50_itl_ms", "p99_itl_ms")
+_FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Tokens of each prompt and answer."""
+
+    input_len: int
+    output_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One that is measured: its name, what its weights are in, its version, and how to measure (streams, seed)."""
+
+    label: str
+    weights: str
+    version: str | None
+    measure: Callable[[int, int], Mapping[str, float]]
+
+
+def measure_server(url: str, shape: Shape, streams: int, seed: int) -> dict[str, float]:
+    """The figures of `streams` requests at once (of one stream: two, one after the other) at an OpenAI server.
+
+    Raises: LoadTestError when a request fails.
+    """
+    count = max(2, streams)
+    sampling = Sampling(
+        count=count,
+        seed=seed,
+        prefixes=count,
+        prefix_len=1,
+        suffix_len=shape.input_len - 1,
+        prefix_output_len=shape.output_len,
+    )
+    target = Target("openai", url, "/v1/completions", "", {}, {"temperature": 0.0}, ignore_eos=True)
+    test = LoadTest(target, "shared-prefix", sampling, max_concurrency=streams, progress=False).prepared()
+    fields = result_json(test.run(test.chains()))
+    if fields["completed"] != count or fields["total_output_tokens"] != count * shape.output_len:
+        raise LoadTestError(f"{url}: {fields['completed']} of {count} requests, {fields['total_output_tokens']} tokens")
+    return {name: fields[name] for name in _FIGURES}
+
+
+@contextmanager
+def fulcrum(model: str, shape: Shape, streams: int, threads: int, dtype: str) -> Iterator[Peer]:
+    """Our own gateway, service and core."""
+    settings = [
+        f"--threads={threads}",
+        f"--dtype={dtype}",
+        f"--max-num-seqs={streams}",
+        "--device=cpu",
+        "--log-level=warning",
+    ]
+    with _program([sys.executable, "-m", "cli", "serve", model, "--port=0", "--grpc-port=0", *settings]) as process:
+        for line in process.stdout or ():
+            if found := re.search(r"OpenAI API\s+(http://[^/\s]+)", line):
+                break
+        else:
+            raise LoadTestError("fulcrum serve ended before it served")
+        url = found.group(1)
+        yield Peer("Fulcrum, HTTP", dtype, None, lambda count, seed: measure_server(url, shape, count, seed))
+
+
+@contextmanager
+def llama_cpp(python: Path, model: str, shape: Shape, streams: int, threads: int) -> Iterator[Peer]:
+    """llama.cpp's server, with a slot for each stream."""
+    tokens = shape.input_len + shape.output_len + 16
+    script = _FOLDER / "peer_llama_cpp.py"
+    with _program([str(python), "-I", str(script), model, str(threads), str(streams), str(tokens)]) as process:
+        said = _answer(process, "llama.cpp")
+        weights = model.rpartition(".gguf")[0].rpartition(".")[2]
+        measure = lambda count, seed: measure_server(said["url"], shape, count, seed)  # noqa: E731
+        yield Peer("llama.cpp (xllamacpp), HTTP", weights, said["version"], measure)
+
+
+@contextmanager
+def transformers(python: Path, model: str, shape: Shape, threads: int, dtype: str) -> Iterator[Peer]:
+    """`generate`, one batch at a time."""
+    script = _FOLDER / "peer_transformers.py"
+    with _program([str(python), "-I", str(script), model, str(threads), dtype]) as process:
+        version = _answer(process, "transformers")["version"]
+
+        def measure(count: int, seed: int) -> Mapping[str, float]:
+            assert process.stdin
+            process.stdin.write(f"{count} {shape.input_len} {shape.output_len} {seed}\n")
+            process.stdin.flush()
+            return _answer(process, "transformers")
+
+        yield Peer("transformers `generate`", dtype, version, measure)
+
+
+def rounds(peers: Sequence[Peer], streams: Sequence[int], repeat: int) -> list[dict[str, Any]]:
+    """Measures all peers at all numbers of streams, `repeat` times after one round that is thrown away: medians."""
+    found: dict[tuple[str, int], list[Mapping[str, float]]] = {}
+    for number in range(repeat + 1):
+        for count in streams:
+            for peer in peers:
+                click.echo(f"{peer.label}, {count} streams, {number or 'warm-up'}", err=True)
+                figures = peer.measure(count, 1000 * count + number)
+                if number:
+                    found.setdefault((peer.label, count), []).append(figures)
+    rows = []
+    for peer in peers:
+        for count in streams:
+            runs = found[peer.label, count]
+            rates = [run["output_throughput"] for run in runs]
+            row: dict[str, Any] = {"label": peer.label, "weights": peer.weights, "streams": count}
+            row |= {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+            rows.append(row | {"output_throughput_min": min(rates), "output_throughput_max": max(rates)})
+    return rows
+
+
+@contextmanager
+def _program(arguments: Sequence[str]) -> Iterator["subprocess.Popen[str]"]:
+    """A program with pipes; ends with its standard input, or is told to."""
+    process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+
+def _answer(process: "subprocess.Popen[str]", name: str) -> dict[str, Any]:
+    line = process.stdout.readline() if process.stdout else ""
+    if not line.startswith("{"):
+        raise LoadTestError(f"{name} ended with status {process.wait()}; it needs its package: see --help")
+    fields: dict[str, Any] = json.loads(line)
+    return fields
+
+
+@click.command()
+@click.argument("model")
+@click.option("--llama-python", type=click.Path(exists=True, path_type=Path), help="Python that has xllamacpp.")
+@click.option(
+    "--transformers-python", type=click.Path(exists=True, path_type=Path), help="Python that has transformers."
+)
+@click.option("--streams", default="1,16", show_default=True)
+@click.option("--input-len", type=click.IntRange(min=2), default=64, show_default=True)
+@click.option("--output-len", type=click.IntRange(min=2), default=64, show_default=True)
+@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Medians are shown.")
+@click.option("--threads", type=click.IntRange(min=1), default=len(os.sched_getaffinity(0)), show_default="the cores")
+@click.option("--dtype", default="bfloat16", show_default=True, help="Of Fulcrum and transformers.")
+@click.option("--output-json", type=click.Path(dir_okay=False, path_type=Path))
+def main(model: str, llama_python: Path | None, transformers_python: Path | None, **params: Any) -> None:
+    """Measure this server with MODEL, a GGUF file, beside those peers whose interpreter is given."""
+    shape, counts = Shape(params["input_len"], params["output_len"]), [int(n) for n in params["streams"].split(",")]
+    repeat, threads, dtype = params["repeat"], params["threads"], params["dtype"]
+    try:
+        with ExitStack() as stack:
+            peers = [stack.enter_context(fulcrum(model, shape, max(counts), threads, dtype))]
+            if llama_python:
+                peers.append(stack.enter_context(llama_cpp(llama_python, model, shape, max(counts), threads)))
+            if transformers_python:
+                peers.append(stack.enter_context(transformers(transformers_python, model, shape, threads, dtype)))
+            rows = rounds(peers, counts, repeat)
+        about = environment()
+        versions = {peer.label.split()[0]: peer.version for peer in peers if peer.version}
+        fields = {
+            "kind": "peers",
+            "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+            "model_id": Path(model).name,
+            "settings": f"{shape.input_len} tokens in, {shape.output_len} out; {threads} threads; median of {repeat}",
+            "rows": rows,
+            **about,
+            "versions": {**about["versions"], **versions},
+        }
+        click.echo(rows_table(rows, ROWS["peers"]))
+        if params["output_json"]:
+            save(fields, params["output_json"])
+    except LoadTestError as error:
+        raise click.ClickException(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()
