@@ -39,7 +39,7 @@ def throughput(**params: Any) -> None:
         prompts = token_prompts(chains, tokenizer)
         fields = throughput(llm, prompts, temperature=params["temperature"], seed=params["seed"])
         click.echo(throughput_text(fields))
-        about = {"model": params["model"], "dataset": params["dataset_name"], "seed": params["seed"]}
+        about = {"model_id": path.name, "dataset": params["dataset_name"], "seed": params["seed"]}
         bench_options.write_json(params["output_json"], about | fields)
 
 
@@ -57,7 +57,7 @@ def latency(**params: Any) -> None:
 
     Options, print-out and result file are those of `vllm bench latency`.
     """
-    with _engine(params) as (llm, _):
+    with _engine(params) as (llm, path):
         from loadtest.offline import latency, latency_text
 
         fields = latency(
@@ -69,7 +69,7 @@ def latency(**params: Any) -> None:
             iterations=params["num_iters"],
         )
         click.echo(latency_text(fields))
-        bench_options.write_json(params["output_json"], {"model": params["model"]} | fields)
+        bench_options.write_json(params["output_json"], {"model_id": path.name} | fields)
 
 
 @contextmanager

@@ -102,8 +102,8 @@ def _served(params: dict[str, Any], page_sizes: list[int], pools: list[int | Non
         flush()
         row = served_trace(test, page_sizes[0], pools[0])
         click.echo(hit_table([row]))
-        return {"model": test.target.model, "rows": [row]}
+        return {"model_id": test.target.model, "rows": [row]}
     row = served_chats(test, page_sizes[0], pools[0], flush)
     turns = row.pop("turns")
     click.echo(f"{turns_table(turns)}\n\n{hit_table([row])}")
-    return {"model": test.target.model, "rows": [row], "turns": turns}
+    return {"model_id": test.target.model, "rows": [row], "turns": turns}

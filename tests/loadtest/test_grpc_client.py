@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -12,7 +13,7 @@ import pytest
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
 from loadtest.datasets import Sampling
-from loadtest.records import Target
+from loadtest.records import Chain, Target
 from loadtest.serve import LoadTest
 from loadtest.tokens import RemoteTokenizer, served_model
 
@@ -46,6 +47,8 @@ class Engine(InferenceServiceServicer):
         yield pb.GenerateResponse(usage=usage)
 
     async def Tokenize(self, request, context):
+        if request.HasField("chat"):
+            return pb.TokenizeResponse(token_ids=[len(each.content[0].text) for each in request.chat.messages])
         ids = [len(word) for word in request.text.split()]
         return pb.TokenizeResponse(token_ids=[7, *ids] if request.add_special_tokens else ids)
 
@@ -125,6 +128,18 @@ def test_ids_and_chats_are_sent_as_such(engine, tmp_path):
     assert test.run(test.chains()).result.completed == 1
     (message,) = servicer.requests[1].chat.messages
     assert (message.role, message.content[0].text) == ("user", "q")
+    assert not servicer.requests[1].HasField("cache")
+    salted = Chain((replace(test.chains()[0].prompts[0], salt="s"),))
+    assert test.run([salted]).result.completed == 1
+    assert servicer.requests[2].cache.salt == "s"
+
+
+def test_chats_are_counted_by_the_server(engine):
+    chats = [
+        [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "de"}],
+        [{"role": "user", "content": "f"}],
+    ]
+    assert RemoteTokenizer(Target("grpc", engine[1], "", "served", {}, {})).encode_chats(chats) == [[3, 2], [1]]
 
 
 @pytest.mark.parametrize(

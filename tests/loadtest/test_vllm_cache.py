@@ -6,6 +6,7 @@ import pytest
 
 from loadtest.datasets import Sampling
 from loadtest.prefix import simulated_hits
+from loadtest.records import LoadTestError
 from loadtest.trace import Hits, TraceRequest, ideal, read_trace
 from loadtest.vllm_cache import vllm_hits
 
@@ -51,6 +52,19 @@ def test_the_tail_and_what_cannot_be_found_go_first():
     assert hits([first, other, first], 5) == 8
     # Three of use: 3-4 takes the partial page and the tail (2); the head is still found.
     assert hits([first, other, first], 4) == 4
+
+
+def test_a_request_that_no_pool_can_hold_is_refused():
+    assert hits([tokens(1, 2)], 4, output_len=4) == 0  # all three blocks that there are
+    with pytest.raises(LoadTestError, match="larger than 3 blocks"):
+        hits([tokens(1, 2)], 4, output_len=5)
+
+
+def test_the_last_is_preempted_and_counted_once():
+    # Five blocks of use, two prompts of two. The ninth token of the first takes the last block; the second, which lacks
+    # one then, gives its own back and is admitted again, finding its first page.
+    requests = [TraceRequest(tokens(page, rest=3), 3) for page in (1, 2)]
+    assert vllm_hits(requests, num_blocks=6, block_size=4, concurrency=2, max_batched_tokens=64) == Hits(14, 0)
 
 
 def test_numbers_measured_on_vllm(data_file):
