@@ -172,10 +172,10 @@ def _uniform(mine, length):
 
 
 @triton.jit
-def _open_row(rows, params, params_stride, tops, n, SPLITS: tl.constexpr):
+def _open_row(rows, table, params_stride, tops, n, SPLITS: tl.constexpr):
     """Where the row's parameters are, its temperature, its largest logit, and whether its token is drawn."""
     row = tl.load(rows + n)
-    mine = params + tl.maximum(row, 0).to(tl.int64) * params_stride
+    mine = table + tl.maximum(row, 0).to(tl.int64) * params_stride
     temperature = tl.load(mine).to(tl.float32, bitcast=True)
     top = tl.max(tl.load(tops + n * SPLITS + tl.arange(0, SPLITS)), 0)
     drawn = (row >= 0) & (temperature >= _LEAST_TEMPERATURE) & (tl.abs(top) < float("inf"))
@@ -247,12 +247,12 @@ def _maxima(
 
 @triton.jit
 def _ladder(
-    logits, rows, params, tops, ladder_keys, ladder_masses, ladder_counts, sums, stride, params_stride,
+    logits, rows, table, tops, ladder_keys, ladder_masses, ladder_counts, sums, stride, params_stride,
     FIRST: tl.constexpr, V: tl.constexpr, SCALE: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
     BOUNDS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    mine, temperature, top, drawn = _open_row(rows, params, params_stride, tops, n, SPLITS)
+    mine, temperature, top, drawn = _open_row(rows, table, params_stride, tops, n, SPLITS)
     _, _, counted, nuclear = _filters(mine, V)
     needed = drawn & (counted | nuclear)
     if not FIRST:
@@ -278,12 +278,12 @@ def _ladder(
 
 @triton.jit
 def _narrow(
-    rows, params, tops, ladder_scores, ladder_keys, ladder_masses, ladder_counts, between, sums, params_stride,
+    rows, table, tops, ladder_scores, ladder_keys, ladder_masses, ladder_counts, between, sums, params_stride,
     FIRST: tl.constexpr, V: tl.constexpr, SCALE: tl.constexpr, SPLITS: tl.constexpr, BOUNDS: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
-    mine, _, _, drawn = _open_row(rows, params, params_stride, tops, n, SPLITS)
+    mine, _, _, drawn = _open_row(rows, table, params_stride, tops, n, SPLITS)
     top_k, top_p, counted, nuclear = _filters(mine, V)
     between += n * 3
     sums += n * 4
@@ -331,12 +331,12 @@ def _narrow(
 
 @triton.jit
 def _gather(
-    logits, rows, params, tops, between, sums, cursors, gathered, stride, params_stride,
+    logits, rows, table, tops, between, sums, cursors, gathered, stride, params_stride,
     V: tl.constexpr, SCALE: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
     CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    mine, temperature, top, drawn = _open_row(rows, params, params_stride, tops, n, SPLITS)
+    mine, temperature, top, drawn = _open_row(rows, table, params_stride, tops, n, SPLITS)
     _, _, counted, nuclear = _filters(mine, V)
     needed = drawn & (counted | nuclear) & (tl.load(sums + n * 4 + 3) <= CAPACITY)
     if not needed:
@@ -407,12 +407,12 @@ def _search(
 
 @triton.jit
 def _select(
-    logits, rows, params, tops, between, sums, cursors, gathered, edges, rooms, stride, params_stride,
+    logits, rows, table, tops, between, sums, cursors, gathered, edges, rooms, stride, params_stride,
     V: tl.constexpr, SCALE: tl.constexpr, SCALE_BITS: tl.constexpr, SPLITS: tl.constexpr, BOUNDS: tl.constexpr,
     CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
-    mine, temperature, top, drawn = _open_row(rows, params, params_stride, tops, n, SPLITS)
+    mine, temperature, top, drawn = _open_row(rows, table, params_stride, tops, n, SPLITS)
     _, top_p, counted, nuclear = _filters(mine, V)
     needed = drawn & (counted | nuclear)
     if not needed:
@@ -475,12 +475,12 @@ def _kept(mine, edges, rooms, n, V: tl.constexpr, FILTERS: tl.constexpr):
 
 @triton.jit
 def _weigh(
-    logits, rows, params, tops, edges, rooms, masses, ties, stride, params_stride,
+    logits, rows, table, tops, edges, rooms, masses, ties, stride, params_stride,
     FILTERS: tl.constexpr, V: tl.constexpr, SCALE: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     n, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    mine, temperature, top, drawn = _open_row(rows, params, params_stride, tops, n, SPLITS)
+    mine, temperature, top, drawn = _open_row(rows, table, params_stride, tops, n, SPLITS)
     if not drawn:
         return
     floor, edge, _ = _kept(mine, edges, rooms, n, V, FILTERS)
@@ -502,7 +502,7 @@ def _weigh(
 
 @triton.jit
 def _pick(
-    logits, rows, lengths, params, tops, winners, edges, rooms, masses, ties, tokens, failed, stride, params_stride,
+    logits, rows, lengths, table, tops, winners, edges, rooms, masses, ties, tokens, failed, stride, params_stride,
     RANDOM: tl.constexpr, FILTERS: tl.constexpr, V: tl.constexpr, SCALE: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -518,7 +518,7 @@ def _pick(
     token = tl.min(tl.where(tops_here == top, tl.load(winners + n * SPLITS + part), V), 0)
     fails = tl.abs(top) == float("inf")
     if RANDOM:
-        mine, temperature, _, drawn = _open_row(rows, params, params_stride, tops, n, SPLITS)
+        mine, temperature, _, drawn = _open_row(rows, table, params_stride, tops, n, SPLITS)
         if not FILTERS:
             _, _, counted, nuclear = _filters(mine, V)
             fails = fails | (drawn & (counted | nuclear))  # the caller said that there was no such row
