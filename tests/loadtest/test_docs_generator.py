@@ -186,7 +186,7 @@ def test_compare_refuses_a_load_that_the_reference_lacks(results):
         (
             "page_sizes",
             {"page_size": 16, "hit_rate": 0.294, "ideal_hit_rate": 1},
-            ["page size", "prefix hit rate", "ideal"],
+            ["page size", "prefix hit rate", "infinite cache"],
         ),
         ("kernels", {"kernel": "decode", "shape": "8 x 1,152", "us": 12}, ["kernel", "shape", "µs"]),
     ],
