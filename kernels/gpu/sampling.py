@@ -3,6 +3,8 @@
 A row's distribution is a vector of whole numbers ("weights"), as the twin has it: their sums are exact in any order,
 so that a token depends on its row alone, never on the batch, on padding or on how the vocabulary is split. The weights
 come from a float32 exponential; where it is an ulp off the twin's, about one uniform in a million draws another token.
+Where tokens of different scores round to the weight of top_p's edge and min_p parts them, only those that min_p keeps
+compete for the room there (of the twin nothing might be left).
 
 The work on a row is split over the vocabulary, into kernels that follow each other (and need no counters that a failed
 step could leave wrong):

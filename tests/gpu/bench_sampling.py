@@ -1,0 +1,159 @@
+"""Times the GPU sampling kernels through CUDA graphs, and counts where their tokens differ from the twin's.
+
+    python tests/gpu/bench_sampling.py --output sampling.json
+
+Two kinds of logits: "peaked" falls off as a language model's do (Zipf's law); "flat" is noise, as random weights give,
+where a nucleus takes in half of the vocabulary.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from engine.request import SamplingParams
+from engine.sampler import Sampler
+from engine.step import RowInit
+from kernels.gpu.sampling import SamplingScratch, greedy, pack_params, sample
+
+VOCAB = 152_064
+COUNTS = (1, 32, 128, 256, 512)
+CALLS, REPLAYS = 10, 3
+# Microseconds to stay within.
+TARGETS = {("plain", 1): 15, ("plain", 256): 100, ("top_p", 1): 150, ("top_p", 256): 500}
+
+
+def single(value: float) -> float:
+    """As the parameter table holds it."""
+    return float(np.float32(value))
+
+
+PLAIN = SamplingParams(seed=1)
+GREEDY = SamplingParams(seed=1, temperature=0.0)
+TOP_P = SamplingParams(seed=1, top_p=single(0.9))
+TOP_K = SamplingParams(seed=1, top_k=50)
+MIN_P = SamplingParams(seed=1, min_p=single(0.05))
+SCENES = {
+    "greedy": [GREEDY],
+    "plain": [PLAIN],
+    "warm": [SamplingParams(seed=1, temperature=single(0.7))],
+    "min_p": [MIN_P],
+    "top_p": [TOP_P],
+    "top_k": [TOP_K],
+    "all": [SamplingParams(seed=1, temperature=single(0.7), top_k=50, top_p=single(0.9), min_p=single(0.05))],
+    "mixed": [GREEDY, PLAIN, TOP_P, TOP_K, MIN_P, PLAIN, PLAIN, PLAIN],
+}
+
+
+def make_logits(kind: str, count: int) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(count)
+    noise = torch.randn(count, VOCAB, device="cuda", generator=generator)
+    if kind == "flat":
+        return (1.2 * noise).bfloat16()
+    rank = torch.rand(count, VOCAB, device="cuda", generator=generator).argsort(-1) + 1
+    return (18 - 1.5 * rank.log() + 0.5 * noise).bfloat16()
+
+
+def microseconds(call: Callable[[], None]) -> float:
+    """Of one call out of ten in a graph, the best of three replays."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    graph.replay()
+    best = float("inf")
+    for _ in range(REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) * 1000 / CALLS)
+    return best
+
+
+def twin_tokens(logits: Tensor, rows: list[SamplingParams], lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """What the engine's torch sampler chooses."""
+    sampler = Sampler(vocab_size=VOCAB, device=logits.device, max_num_seqs=len(rows), processors=())
+    for row, params in enumerate(rows):
+        sampler.add_row(RowInit(row, (0,), 1, params, 0, ()))
+    history = torch.zeros(len(rows), 1, dtype=torch.int32, device=logits.device)
+    return sampler.sample(logits.float(), range(len(rows)), history, lengths)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--counts", type=int, nargs="+", default=COUNTS, help="rows of a step")
+    parser.add_argument("--checked", type=int, default=128, help="rows compared with the twin in each scene")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    largest = max(options.counts)
+    scratch = SamplingScratch.allocate(largest, "cuda")
+    tokens, failed = (torch.zeros(largest, dtype=torch.int32, device="cuda") for _ in range(2))
+    ids = torch.arange(largest, dtype=torch.int32, device="cuda")
+    results = []
+    for kind in ("peaked", "flat"):
+        for count in options.counts:
+            logits = make_logits(kind, count)
+            for name, pattern in SCENES.items():
+                rows = [pattern[i % len(pattern)] for i in range(count)]
+                table = [
+                    pack_params(
+                        temperature=row.temperature, top_p=row.top_p, min_p=row.min_p, top_k=row.top_k, seed=1, index=0
+                    )
+                    for row in rows
+                ]
+                params = torch.tensor(table, dtype=torch.int32, device="cuda")
+                out = (tokens[:count], failed[:count])
+                filters = any(row.top_k > 0 or row.top_p < 1 for row in rows)
+
+                def call(
+                    logits: Tensor = logits,
+                    params: Tensor = params,
+                    out: tuple[Tensor, Tensor] = out,
+                    filters: bool = filters,
+                    count: int = count,
+                    name: str = name,
+                ) -> None:
+                    if name == "greedy":
+                        greedy(logits, ids[:count], *out, scratch)
+                    else:
+                        # The ids serve as lengths too: another random number for each row.
+                        sample(logits, ids[:count], ids[:count], params, *out, scratch, filters=filters)
+
+                result = {"logits": kind, "scene": name, "rows": count, "us": round(microseconds(call), 1)}
+                if count <= options.checked:
+                    expected, bad = twin_tokens(logits, rows, list(range(count)))
+                    differ = (expected != out[0]) | (bad != (out[1] > 0))
+                    result |= {"checked": count, "differences": int(differ.sum())}
+                results.append(result)
+                print(result, f"{time.perf_counter() - began:.1f} s", flush=True)  # noqa: T201
+    missed = [r for r in results if r["us"] > TARGETS.get((r["scene"], r["rows"]), float("inf"))]
+    report = {
+        "device": torch.cuda.get_device_name(),
+        "triton": triton.__version__,
+        "vocab_size": VOCAB,
+        "seconds": round(time.perf_counter() - began, 1),
+        "results": results,
+        "missed": missed,
+        "differences": sum(r.get("differences", 0) for r in results),
+    }
+    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{'':16}" + "".join(f"{n:>9}" for n in options.counts))  # noqa: T201
+    for kind in ("peaked", "flat"):
+        for name in SCENES:
+            times = [r["us"] for r in results if r["logits"] == kind and r["scene"] == name]
+            print(f"{kind:8}{name:8}" + "".join(f"{us:9.1f}" for us in times))  # noqa: T201
+    print(f"{report['differences']} tokens differ from the twin's; {len(missed)} of the times are above target")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
