@@ -196,7 +196,8 @@ def _scores(logits, token, inside, top, temperature):
     """Scores as the twin's `scale` makes them; -inf outside."""
     score = tl.load(logits + token, mask=inside, other=float("-inf")).to(tl.float32) - top
     if temperature != 1.0:
-        score = tl.div_rn(score, temperature)
+        # Masked logits take the slow way of a division unless they are made finite; what is below -64 is -64 anyway.
+        score = tl.div_rn(tl.maximum(score, -65.0 * temperature), temperature)
     return tl.where(inside, tl.maximum(score, _LEAST_SCORE), float("-inf"))
 
 
