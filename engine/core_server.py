@@ -26,16 +26,15 @@ from engine.messages import (
     CountReply,
     EndSequences,
     FromCore,
-    Outputs,
     RequestAccepted,
     RequestRejection,
     RequestStart,
-    SequenceOutput,
     StatsReply,
     Submit,
     ToCore,
 )
 from engine.request import FinishReason, RequestRejected
+from engine.sequence import SequenceUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +42,15 @@ _READ_BYTES = 1 << 20
 # A client that lets this much pile up has stopped reading.
 _MAX_UNSENT_BYTES = 64 << 20
 _LOG_EVERY_SECONDS = 10.0
+
+
+class _Outputs(msgspec.Struct, tag="outputs", array_like=True):
+    """An `Outputs` as the core makes it: on the wire there is no difference."""
+
+    accepted: list[RequestAccepted]
+    rejected: list[RequestRejection]
+    started: list[RequestStart]
+    sequences: list[SequenceUpdate]
 
 
 class _Connection:
@@ -53,14 +61,14 @@ class _Connection:
         self.inbox = bytearray()
         self.outbox = bytearray()
         self.request_ids: set[str] = set()
-        self.outputs = Outputs([], [], [], [])
+        self.outputs = _Outputs([], [], [], [])
 
-    def take_outputs(self) -> Outputs | None:
+    def take_outputs(self) -> _Outputs | None:
         """What has gathered for this client since the last call."""
         out = self.outputs
         if not (out.accepted or out.rejected or out.started or out.sequences):
             return None
-        self.outputs = Outputs([], [], [], [])
+        self.outputs = _Outputs([], [], [], [])
         return out
 
 
@@ -160,7 +168,7 @@ class CoreServer:
         except (OSError, FrameError, msgspec.DecodeError) as error:
             self._drop(connection, str(error))
 
-    def _post(self, connection: _Connection, message: FromCore) -> None:
+    def _post(self, connection: _Connection, message: FromCore | _Outputs) -> None:
         connection.outbox += to_frame(self._encode(message))
         self._send(connection)
 
@@ -262,21 +270,18 @@ class CoreServer:
         owner = self._owners.get(request_id)
         if owner is None or not self._core.scheduler.abort(request_id):
             return False
-        owner.outputs.sequences.append(SequenceOutput(request_id, 0, [], FinishReason.ABORT))
+        owner.outputs.sequences.append(SequenceUpdate(request_id, 0, (), FinishReason.ABORT))
         self._forget(request_id)
         return True
 
     def _route(self, turn: Turn) -> None:
+        owners = self._owners
         for request_id, cached_tokens in turn.started:
-            self._owners[request_id].outputs.started.append(RequestStart(request_id, cached_tokens, turn.scheduled_at))
+            owners[request_id].outputs.started.append(RequestStart(request_id, cached_tokens, turn.scheduled_at))
         for update in turn.updates:
-            owner = self._owners[update.request_id]
-            owner.outputs.sequences.append(
-                SequenceOutput(update.request_id, update.index, list(update.tokens), update.finish)
-            )
-        for update in turn.updates:
-            if update.finish is not None:
-                self._forget_if_ended(update.request_id)
+            owners[update.request_id].outputs.sequences.append(update)
+        for request_id in [update.request_id for update in turn.updates if update.finish is not None]:
+            self._forget_if_ended(request_id)
 
     def _forget_if_ended(self, request_id: str) -> None:
         if request_id in self._owners and not self._core.scheduler.is_live(request_id):

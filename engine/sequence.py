@@ -3,6 +3,8 @@
 import enum
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.cache.radix import Node
 from engine.request import FinishReason, Request
 
@@ -15,9 +17,11 @@ class State(enum.Enum):
     FINISHED = 3
 
 
-@dataclass(slots=True)
-class SequenceUpdate:
-    """What a collected step brought for one sequence: tokens, and its end if it came (ERROR says why in `message`)."""
+class SequenceUpdate(msgspec.Struct, array_like=True):
+    """What a collected step brought for one sequence: tokens, and its end if it came (ERROR says why in `message`).
+
+    Encoded, it is a `messages.SequenceOutput` (with one entry more), so that the core sends it on as it is.
+    """
 
     request_id: str
     index: int
