@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -49,7 +51,10 @@ async def run_engine(
             start = CoreProcess.start(config, progress=sys.stderr.isatty())
             core = await unless(stack.enter_async_context(start), signals.stopped())
             if workers:
-                lines = [(line[0], f"--core={core.socket}", *line[1:]) for line in workers]
+                lines = [
+                    (line[0], f"--core={core.socket}", f"--own-address=unix:{core.socket.parent}/{number}", *line[1:])
+                    for number, line in enumerate(workers)
+                ]
                 await _run_workers(lines, variables, core, grace=service.grace_seconds, signals=signals, ready=ready)
                 return
             try:
@@ -73,7 +78,8 @@ async def _run_workers(
         for number, line in enumerate(lines):
             workers.append(await Child.start(f"service worker {number}", line, variables))
         reports = await unless(asyncio.gather(*(worker.ready() for worker in workers)), signals.stopped(), _ended(core))
-        ready(EngineReport(**reports[0]))
+        addresses = [address for report in reports for address in report["process_addresses"]]
+        ready(replace(EngineReport(**reports[0]), process_addresses=addresses))
         await unless(signals.stopped(), _ended(core), *(worker.died() for worker in workers))
     finally:
         await asyncio.gather(*(worker.stop(grace + STOP_SECONDS, signals.hurry) for worker in workers))
@@ -92,10 +98,14 @@ async def serve_core(service: ServiceConfig, core: Path, ready: Ready, signals: 
     client = await CoreClient.connect(core)
 
     def report(bound: BoundAddresses) -> None:
+        # What was made until now lives as long as the process: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
         info = client.info
         ready(
             EngineReport(
                 bound.address,
+                [] if bound.own_address is None else [bound.own_address],
                 bound.admin_address,
                 bound.metrics_address,
                 info.architecture,

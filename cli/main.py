@@ -73,6 +73,7 @@ def engine(**params: Any) -> None:
 @main.command(hidden=True)
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--core", type=click.Path(path_type=Path), required=True)
+@click.option("--own-address")
 @click.option("--admin/--no-admin", default=True)
 @options.together(
     options.host,

@@ -155,11 +155,21 @@ service_settings = together(
     option(
         "--max-priority", type=int, show_default="any; 0 with keys", help="Highest priority that callers may ask for."
     ),
-    option("--service-workers", default=1, type=click.IntRange(min=1), help="Processes that share the gRPC port."),
+    option(
+        "--service-workers",
+        type=click.IntRange(min=1),
+        show_default="1; on CUDA 5 of 16 cores, fewer in proportion",
+        help="Processes that share the gRPC port.",
+    ),
 )
 
 gateway_settings = together(
-    option("--workers", default=1, type=click.IntRange(min=1), help="Gateway processes that share the HTTP port."),
+    option(
+        "--workers",
+        type=click.IntRange(min=1),
+        show_default="1; of serve on CUDA 6 of 16 cores, fewer in proportion",
+        help="Gateway processes that share the HTTP port.",
+    ),
     option("--cors-origin", multiple=True, help="Origin that browsers may call from (several may be given; * is any)."),
     option("--access-log/--no-access-log", default=False, help="Log a line for each HTTP request."),
 )

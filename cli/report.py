@@ -6,9 +6,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """Where an engine serves, and what. EngineReport(**report.to_json()) is the same again."""
+    """Where an engine serves, and what. EngineReport(**report.to_json()) is the same again.
+
+    Attributes:
+        process_addresses: of each service process alone; without any there is one, at `address`.
+    """
 
     address: str
+    process_addresses: list[str]
     admin_address: str | None
     metrics_address: str | None
     architecture: str

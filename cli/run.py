@@ -6,13 +6,14 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import click
 
-from cli import banner, logs, settings
+from cli import banner, logs, processes, settings
 from cli.child import ChildDied, Parent
 from cli.report import EngineReport
 from cli.settings import Params
@@ -28,6 +29,7 @@ def serve_both(params: Params, engine: click.Command, gateway: click.Command) ->
     """`fulcrum serve`."""
     from cli.serve import run_both
 
+    params = processes.with_counts(params)
     settings.engine_config(params, Path())
     keys = settings.service_config(params, Path(), grpc_port=params["grpc_port"]).api_keys
     settings.gateway_config(params, ("127.0.0.1:1",))
@@ -36,13 +38,17 @@ def serve_both(params: Params, engine: click.Command, gateway: click.Command) ->
     # A key of the gateway's own, so that the engine can tell it from its users.
     own = (secrets.token_urlsafe(32),) if keys else ()
 
+    def gateway_line(report: EngineReport) -> list[str]:
+        engines = ",".join(report.process_addresses) or banner.reachable(report.address)
+        return settings.child_arguments(gateway, params, engine=engines)
+
     def ready(report: EngineReport, address: str) -> None:
         name = settings.served_names(params)[0]
         click.echo(banner.serve_banner(report, address, params, name, with_key=bool(keys)))
 
     work = run_both(
         settings.child_arguments(engine, params),
-        lambda address: settings.child_arguments(gateway, params, engine=banner.reachable(address)),
+        gateway_line,
         engine_variables=settings.key_variables((*keys, *own)),
         gateway_variables=settings.key_variables(keys, *own),
         grace=params["grace"],
@@ -54,6 +60,7 @@ def serve_both(params: Params, engine: click.Command, gateway: click.Command) ->
 def serve_engine(params: Params, service_worker: click.Command) -> None:
     """`fulcrum engine`."""
     parent = Parent() if params["supervised"] else None
+    params = processes.with_counts(params)
     logs.configure(params["log_level"], "engine")
     count, port = params["service_workers"], params["grpc_port"]
     settings.engine_config(params, Path())
@@ -95,6 +102,7 @@ def serve_worker(params: Params) -> None:
 
     logs.configure(params["log_level"], "service")
     service = settings.service_config(params, params["model"], grpc_port=params["grpc_port"], admin=params["admin"])
+    service = replace(service, own_address=params["own_address"])
 
     def ready(report: EngineReport) -> None:
         if parent is not None:

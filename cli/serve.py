@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.1
 
 async def run_both(
     engine_line: Sequence[str],
-    gateway_line: Callable[[str], Sequence[str]],
+    gateway_line: Callable[[EngineReport], Sequence[str]],
     *,
     engine_variables: Mapping[str, str],
     gateway_variables: Mapping[str, str],
@@ -27,7 +27,7 @@ async def run_both(
 
     Args:
         engine_line: the engine's command line.
-        gateway_line: the gateway's, for an engine at this address.
+        gateway_line: the gateway's, for an engine that reports this.
         engine_variables, gateway_variables: environment variables for each, which carry their secrets.
         grace: seconds that running requests get.
         ready: called with the engine's facts and the gateway's HOST:PORT once a request would be answered.
@@ -40,7 +40,7 @@ async def run_both(
         engine = await Child.start("engine", engine_line, engine_variables)
         children.append(engine)
         report = EngineReport(**await unless(engine.ready(), signals.stopped()))
-        gateway = await Child.start("gateway", gateway_line(report.address), gateway_variables)
+        gateway = await Child.start("gateway", gateway_line(report), gateway_variables)
         children.append(gateway)
         address = (await unless(gateway.ready(), signals.stopped(), engine.died()))["address"]
         await unless(_healthy(address), signals.stopped(), engine.died(), gateway.died())

@@ -66,7 +66,7 @@ def service_config(params: Params, model: Path, *, grpc_port: int, admin: bool =
             request_timeout=params["request_timeout"],
             metrics_port=params["metrics_port"],
             grace_seconds=params["grace"],
-            reuse_port=params["service_workers"] > 1,
+            reuse_port=(params["service_workers"] or 1) > 1,
         )
     )
 
@@ -82,7 +82,7 @@ def gateway_config(params: Params, engines: tuple[str, ...]) -> GatewayConfig:
             api_keys=keys(params),
             engine_key=params.get("engine_key"),
             cors_origins=params["cors_origin"],
-            workers=params["workers"],
+            workers=params["workers"] or 1,
             shutdown_seconds=int(params["grace"]),
             access_log=params["access_log"],
             log_level=params["log_level"],

@@ -1,5 +1,6 @@
 """Puts the application together: routes, middleware, error answers, and the engines' connections for its lifetime."""
 
+import gc
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -29,6 +30,9 @@ def create_app(config: GatewayConfig) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with pool:
+            # What was made until now lives as long as the process: the collector need not look at it again.
+            gc.collect()
+            gc.freeze()
             yield
 
     app = FastAPI(title="Fulcrum", version=VERSION, lifespan=lifespan, openapi_url=None, redirect_slashes=False)

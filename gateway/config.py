@@ -24,7 +24,7 @@ class GatewayConfig:
         max_body_bytes: largest request body.
         max_prompts: most prompts in one completions call.
         workers: server processes.
-        channels_per_engine: connections of each worker to each engine (several reach all of its processes).
+        channels_per_engine: connections of each worker to each engine (several reach the processes behind one port).
         shutdown_seconds: how long running requests may go on after a stop signal.
         access_log: write a line for each request.
         log_level: least level that is logged: debug, info, warning or error.

@@ -113,8 +113,9 @@ class Engine:
     """One engine server and the connections to it."""
 
     def __init__(self, address: str, channels: int, metadata: list[tuple[str, str]]) -> None:
-        """Opens the channels."""
-        self.links = [Link(address, metadata, self._turned) for _ in range(channels)]
+        """Opens the channels; to a Unix socket, behind which there is one process, a single one."""
+        count = 1 if address.startswith("unix:") else channels
+        self.links = [Link(address, metadata, self._turned) for _ in range(count)]
         self._address = address
         self._was_serving = False
 

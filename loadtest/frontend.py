@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from loadtest.frontend_core import CoreSettings
 from loadtest.generator import Load, generate
@@ -68,15 +69,18 @@ class Costs:
     gateway: float
     client: float
     service_shares: tuple[float, ...]  # of each service process, of all their CPU time
+    gateway_shares: tuple[float, ...]
 
     def lines(self) -> str:
         """For people."""
-        shares = " ".join(f"{share:.0%}" for share in self.service_shares)
+        service, gateway = (
+            " ".join(f"{share:.0%}" for share in shares) for shares in (self.service_shares, self.gateway_shares)
+        )
         return (
             f"{self.tokens} tokens in {self.seconds:.1f} s: {self.tokens / self.seconds:.0f} tokens/s, "
             f"{self.events / self.tokens:.3f} events a token\n"
-            f"CPU us a token: core {self.core:.1f}, service {self.service:.1f} (by process: {shares}), "
-            f"gateway {self.gateway:.1f}, client {self.client:.1f}"
+            f"CPU us a token: core {self.core:.1f}, service {self.service:.1f} (by process: {service}), "
+            f"gateway {self.gateway:.1f} ({gateway}), client {self.client:.1f}"
         )
 
 
@@ -89,28 +93,38 @@ def measure(setup: Setup) -> Costs:
         _say(core, json.dumps(dataclasses.asdict(settings)))
         _told(core)
         port = _free_port()
-        services = [stack.enter_context(_service(setup, core_socket, port)) for _ in range(setup.service_workers)]
-        addresses = [str(_told(service)["address"]) for service in services]
+        services = [
+            stack.enter_context(_service(setup, core_socket, port, number)) for number in range(setup.service_workers)
+        ]
+        reports = [_told(service) for service in services]
         gateways = []
-        url = f"http://{addresses[0]}"
+        url = f"http://{reports[0]['address']}"
         if setup.backend != "grpc":
+            addresses = [str(address) for report in reports for address in cast(list[str], report["process_addresses"])]
             gateways.append(stack.enter_context(_gateway(setup, addresses)))
             url = f"http://{_told(gateways[0])['address']}"
             _healthy(url)
         _send(setup, url, setup.rows, min(64, setup.tokens))  # connections are made, vocabularies warm
-        before = [_cpu(process.pid) for process in (core, *services, *gateways)]
+        groups = [[process.pid] for process in (core, *services)] + [_family(process.pid) for process in gateways]
+        before = [[_cpu(pid) for pid in group] for group in groups]
         tokens, events, seconds, client = _send(setup, url, setup.requests, setup.tokens)
-        spent = [_cpu(process.pid) - was for process, was in zip((core, *services, *gateways), before, strict=True)]
-        service = spent[1 : 1 + len(services)]
+        spent = [
+            [_cpu(pid) - was for pid, was in zip(group, earlier, strict=True)]
+            for group, earlier in zip(groups, before, strict=True)
+        ]
+        service = [sum(each) for each in spent[1 : 1 + len(services)]]
+        # Those that only supervise do nothing meanwhile.
+        gateway = [each for group in spent[1 + len(services) :] for each in group if each]
         return Costs(
             tokens,
             events,
             seconds,
-            core=1e6 * spent[0] / tokens,
+            core=1e6 * sum(spent[0]) / tokens,
             service=1e6 * sum(service) / tokens,
-            gateway=1e6 * sum(spent[1 + len(services) :]) / tokens,
+            gateway=1e6 * sum(gateway) / tokens,
             client=1e6 * client / tokens,
             service_shares=tuple(value / sum(service) for value in service),
+            gateway_shares=tuple(value / sum(gateway) for value in gateway),
         )
 
 
@@ -131,9 +145,12 @@ def _send(setup: Setup, url: str, requests: int, tokens: int) -> tuple[int, int,
     return count, events, outcome.duration, cpu
 
 
-def _service(setup: Setup, core_socket: str, port: int) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+def _service(
+    setup: Setup, core_socket: str, port: int, number: int
+) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
     return _process(
         *("cli", "service-worker", "--supervised", f"--core={core_socket}", f"--grpc-port={port}", "--no-admin"),
+        f"--own-address=unix:{core_socket}-{number}",
         *(f"--service-workers={max(2, setup.service_workers)}", f"--served-model-name={_NAME}"),
         *("--log-level=warning", "--", str(setup.model)),
     )
@@ -198,10 +215,14 @@ def _healthy(url: str) -> None:
 
 
 def _cpu(pid: int) -> float:
-    """Seconds of CPU that a process and its children have used, user and system."""
+    """Seconds of CPU that a process has used, user and system."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS + sum(_cpu(int(child)) for child in children)
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def _family(pid: int) -> list[int]:
+    """A process and its children."""
+    return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 def _free_port() -> int:

@@ -18,6 +18,8 @@ class ServiceConfig:
         model: a folder in Hugging Face layout or a GGUF file: tokenizer, template and generation defaults come from it.
         served_model_names: what `model` may be called in requests; the first is the principal one.
         address: HOST:PORT (port 0: any free one) or unix:/PATH, for InferenceService, health and reflection.
+        own_address: a second one for the same, of this process alone where several share `address`: who connects there
+            chooses the process, and so can spread his calls evenly.
         admin_address: the same for AdminService. AUTO is a Unix socket that only its owner may open (0600); a TCP
             address needs an API key. None: this process serves none (another worker does).
         api_keys: who may call. Without any, only loopback and Unix addresses may be bound.
@@ -36,6 +38,7 @@ class ServiceConfig:
     model: Path
     served_model_names: tuple[str, ...]
     address: str = "127.0.0.1:50051"
+    own_address: str | None = None
     admin_address: str | None = AUTO
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     max_priority: int | None = None
@@ -56,6 +59,8 @@ class ServiceConfig:
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
             raise ValueError("api_keys: a key is printable ASCII without blanks")
         self._check_address("address", self.address, open_without_key=True)
+        if self.own_address is not None:
+            self._check_address("own_address", self.own_address, open_without_key=True)
         if self.admin_address not in (None, AUTO):
             self._check_address("admin_address", self.admin_address, open_without_key=False)
         for name in ("request_timeout", "min_ping_seconds"):

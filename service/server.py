@@ -50,6 +50,7 @@ class BoundAddresses:
     """Where a service listens, with the ports that were found; each can be given to a gRPC channel (metrics: HTTP)."""
 
     address: str
+    own_address: str | None
     admin_address: str | None
     metrics_address: str | None
 
@@ -93,6 +94,7 @@ async def serve(
         health_pb2_grpc.add_HealthServicer_to_server(health, main)
         _add_reflection(main, (INFERENCE, HEALTH))
         address = _bind(main, config.address, cleanup)
+        own_address = None if config.own_address is None else _bind(main, config.own_address, cleanup)
         await main.start()
         cleanup.push_async_callback(main.stop, 0)
 
@@ -116,7 +118,7 @@ async def serve(
         watching = asyncio.create_task(_watch_core(core, live, health))
         cleanup.callback(watching.cancel)
         if ready is not None:
-            ready(BoundAddresses(address, admin_address, metrics_address))
+            ready(BoundAddresses(address, own_address, admin_address, metrics_address))
         await stop.wait()
 
         await health.enter_graceful_shutdown()

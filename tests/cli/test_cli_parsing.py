@@ -8,7 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from cli import settings
+from cli import processes, settings
 from cli.main import main
 from cli.options import Budget
 from engine.config import EngineConfig
@@ -267,3 +267,34 @@ def test_a_child_gets_the_options_but_never_the_keys() -> None:
     gateway = parse(*settings.child_arguments(main.commands["gateway"], params, engine="h:1,h:2"))
     assert (gateway["engine"], gateway["access_log"]) == ("h:1,h:2", True)
     assert settings.key_variables(("a", "b"), "c")["FULCRUM_API_KEY"] == "a b"
+
+
+@pytest.mark.parametrize(
+    ("cores", "cuda", "expected"),
+    [
+        (1, True, (1, 1)),
+        (4, True, (1, 1)),
+        (8, True, (2, 3)),
+        (16, True, (5, 6)),
+        (128, True, (5, 6)),
+        (16, False, (1, 1)),
+    ],
+)
+def test_processes_by_the_cores(cores: int, cuda: bool, expected: tuple[int, int]) -> None:
+    assert processes.counts(cores, cuda=cuda) == expected
+
+
+def test_processes_where_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "cores", lambda: 16)
+    for options, expected in (
+        (["--device=cuda:1"], (5, 6)),
+        (["--device=cpu"], (1, 1)),
+        (["--device=cuda", "--workers=2"], (5, 2)),
+        (["--device=cuda", "--service-workers=1"], (1, 6)),
+    ):
+        params = processes.with_counts(parse("serve", *options))
+        assert (params["service_workers"], params["workers"]) == expected
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not processes.on_cuda("auto")
+    assert processes.with_counts(parse("engine"))["service_workers"] == 1
+    assert "workers" not in processes.with_counts(parse("engine", "--device=cuda"))

@@ -189,6 +189,25 @@ def test_service_workers_share_one_port(fulcrum, await_end, engine_options: list
     await_end(family)
 
 
+def test_serve_with_several_processes(fulcrum, await_end, engine_options: list[str]) -> None:
+    """The gateway reaches the service processes by addresses of their own."""
+    serve = fulcrum("serve", *engine_options, "--port=0", "--service-workers=2", "--workers=2")
+    url = serve.expect(r"OpenAI API +(\S+)")
+    serve.expect(r"(Ctrl-C)")
+    family = serve.descendants()
+    lines = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in family]
+    engines = [part for line in lines for part in line if part.startswith("--engine=unix:")]
+    own = [part for line in lines for part in line if part.startswith("--own-address=")]
+    assert engines == ["--engine=" + ",".join(part.removeprefix("--own-address=") for part in sorted(own))]
+    assert len(own) == 2
+    for _ in range(4):
+        body = {"prompt": "x", "max_tokens": 2, "ignore_eos": True}
+        answer = httpx.post(f"{url}/completions", json=body, timeout=30)
+        assert answer.json()["usage"]["completion_tokens"] == 2
+    assert serve.stop() == 0
+    await_end(family)
+
+
 def test_generate(tiny_model: Path) -> None:
     options = ["--load-format=dummy", "--dtype=float32", "--device=cpu", "--threads=1", "--memory-budget=1MiB"]
     options += [f"--model={tiny_model}", "--max-model-len=128", "--temperature=0"]

@@ -11,6 +11,8 @@ import httpx
 import openai
 import pytest
 
+from gateway.engines import Engine
+
 
 def test_models(gateway, kit):
     with openai.OpenAI(base_url=f"{gateway}/v1", api_key="any", max_retries=0) as client:
@@ -270,3 +272,7 @@ def test_what_outlasts_the_drain_is_told_so(own_engines, start_gateway, kit, tmp
         assert answer.headers["retry-after"] == "1"
     assert all(call.cancelled.wait(10) for call in engine.calls)
     assert "Traceback" not in (tmp_path / "gateway.log").read_text()
+
+
+async def test_one_connection_to_a_unix_socket_behind_which_is_one_process():
+    assert [len(Engine(address, 4, []).links) for address in ("unix:/run/one.sock", "127.0.0.1:1")] == [1, 4]

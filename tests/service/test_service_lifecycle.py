@@ -333,6 +333,20 @@ async def test_a_unix_address_serves(make_core, serving, tmp_path):
         assert (await server.stub.GetModel(pb.GetModelRequest())).vocab_size == 258
 
 
+async def test_an_own_address_beside_the_shared_one(make_core, serving, tmp_path):
+    path = tmp_path / "own.sock"
+    core = make_core()
+    async with serving(core, reuse_port=True, own_address=f"unix:{path}") as server:
+        assert server.addresses.own_address == f"unix:{path}"
+        assert mode_of(path) == 0o600
+        async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+            reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            assert reply.status == Status.SERVING
+        reply = await health_pb2_grpc.HealthStub(server.channel).Check(health_pb2.HealthCheckRequest())
+        assert reply.status == Status.SERVING
+    assert not path.exists()
+
+
 async def test_a_port_in_use_is_a_clear_error(make_core, serving):
     async with serving(make_core()) as server:
         with pytest.raises(OSError, match="cannot listen on"):
