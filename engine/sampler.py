@@ -175,6 +175,10 @@ class Sampler:
         """Whether one of these rows needs a random number."""
         return bool((self._uses[rows] & _Uses.RANDOM).any())
 
+    def filters(self, rows: Integers) -> bool:
+        """Whether one of these rows has top_k or top_p."""
+        return bool((self._uses[rows] & (_Uses.TOP_K | _Uses.TOP_P)).any())
+
     def adjusts(self, rows: Integers, num_tokens: Integers) -> bool:
         """Whether `adjust` would change the logits of one of these rows."""
         stages = _Uses.BIAS | _Uses.PENALTIES

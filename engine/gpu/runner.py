@@ -167,7 +167,8 @@ class GpuRunner:
         if self._sampler.adjusts(rows, lengths):
             self._adjusted_head(shape, rows, lengths)
         else:
-            self._run("drawn" if self._sampler.draws(rows) else "greedy", shape.samples)
+            kind = "filtered" if self._sampler.filters(rows) else "drawn" if self._sampler.draws(rows) else "greedy"
+            self._run(kind, shape.samples)
 
     def _launch(self, kind: str, size: int) -> None:
         """The launches of one graph."""
@@ -178,10 +179,11 @@ class GpuRunner:
         rows, lengths = inputs.sample_rows[:size], inputs.lengths[:size]
         tokens, failed = self._sampled[0, :size], self._sampled[1, :size]
         logits = self._forward.logits(inputs, size)
-        if kind == "drawn":
-            sampling.sample(logits, rows, lengths, state.params, tokens, failed, self._scratch)
-        else:
+        if kind == "greedy":
             sampling.greedy(logits, rows, tokens, failed, self._scratch)
+        else:
+            filters = kind == "filtered"
+            sampling.sample(logits, rows, lengths, state.params, tokens, failed, self._scratch, filters=filters)
         append_tokens(rows, lengths, tokens, state.token_ids)
 
     def _adjusted_head(self, shape: Shape, rows: Ints, lengths: Ints) -> None:
@@ -208,7 +210,7 @@ class GpuRunner:
     def _graph_keys(self) -> list[tuple[str, int]]:
         """Largest first: the smaller ones then fit into memory that is there."""
         kinds = {"chunks": self._token_sizes, "decodes": self._sample_sizes}
-        kinds |= {"greedy": self._sample_sizes, "drawn": self._sample_sizes}
+        kinds |= dict.fromkeys(("greedy", "drawn", "filtered"), self._sample_sizes)
         return [(kind, size) for kind, sizes in kinds.items() for size in reversed(sizes)]
 
     def _trial_keys(self) -> list[tuple[str, int]]:

@@ -18,7 +18,8 @@ from torch import Tensor
 _LOG2_E = 1.4426950408889634
 # Programs that write the list of splits together.
 _PLANNERS = 16
-# Elements of partial sums that a program merges at once: more would take registers from a third program.
+# Splits whose statistics are looked at together, and elements of partial sums that are loaded at once.
+_MERGED_STATS = 64
 _MERGED = 4096
 
 
@@ -45,7 +46,7 @@ class DecodeConfig(NamedTuple):
 def decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
     """The constants for an H200: K and V of three steps of two programs fit into a multiprocessor's shared memory."""
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-    return DecodeConfig(64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16, 4, 4, 2, 1, 128)
+    return DecodeConfig(64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16, 4, 3, 2, 1, 192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,8 @@ def decode_attention(
         BLOCK_N=config.block_n,
         BLOCK_G=padded_group,
         BLOCK_D=padded_dim,
-        BLOCK_S=max(1, _MERGED // (padded_group * padded_dim)),
+        BLOCK_S=_MERGED_STATS,
+        UNROLL=max(1, _MERGED // (padded_group * padded_dim)),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -291,6 +293,7 @@ def _decode_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    UNROLL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """A unit is an item and a KV head. The heads of a group are the first rows of a tile of 16, the least of a dot."""
@@ -384,6 +387,7 @@ def _decode_kernel(
                     GROUP,
                     HEAD_DIM,
                     BLOCK_S,
+                    UNROLL,
                     BLOCK_G,
                     BLOCK_D,
                 )
@@ -401,6 +405,7 @@ def _merge(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    UNROLL: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -410,27 +415,24 @@ def _merge(
     dims = tl.arange(0, BLOCK_D)
     inside = (heads[:, None] < GROUP) & (dims[None, :] < HEAD_DIM)
     best = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    weight = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for at in range(0, splits, BLOCK_S):
         split = at + part
-        stat = stats + split[:, None] * HEADS + heads[None, :]
         mask = (split < splits)[:, None] & (heads < GROUP)[None, :]
-        bests = tl.load(stat, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        weights = tl.load(stat + capacity * HEADS, mask=mask, other=0.0, cache_modifier=".cg")
-        row = split[:, None, None] * HEADS + heads[None, :, None]
-        cell = sums + row * HEAD_DIM + dims[None, None, :]
-        cells = tl.load(
-            cell, mask=(split < splits)[:, None, None] & inside[None, :, :], other=0.0, cache_modifier=".cg"
-        )
-        new_best = tl.maximum(best, tl.max(bests, 0))
-        # Splits outside the window have seen nothing, and padding heads never do: -inf - -inf would be NaN.
-        base = tl.where(new_best == float("-inf"), 0.0, new_best)
-        fade = tl.exp2(best - base)
-        shares = tl.exp2(bests - base[None, :])
-        weight = weight * fade + tl.sum(shares * weights, 0)
-        acc = acc * fade[:, None] + tl.sum(cells * shares[:, :, None], 0)
-        best = new_best
+        bests = tl.load(stats + split[:, None] * HEADS + heads[None, :], mask, float("-inf"), cache_modifier=".cg")
+        best = tl.maximum(best, tl.max(bests, 0))
+    # Splits outside the window have seen nothing, and padding heads never do: -inf - -inf would be NaN.
+    best = tl.where(best == float("-inf"), 0.0, best)
+    weight = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for at in range(0, splits, UNROLL):
+        for ahead in tl.static_range(UNROLL):
+            split = at + ahead
+            mask = (heads < GROUP) & (split < splits)
+            stat = stats + split * HEADS + heads
+            share = tl.exp2(tl.load(stat, mask, float("-inf"), cache_modifier=".cg") - best)
+            weight += share * tl.load(stat + capacity * HEADS, mask, 0.0, cache_modifier=".cg")
+            cell = sums + (split * HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
+            acc += share[:, None] * tl.load(cell, inside & (split < splits), 0.0, cache_modifier=".cg")
     weight = tl.where(heads < GROUP, weight, 1.0)
     at_out = target + heads[:, None] * OUT_HEAD + dims[None, :]
     tl.store(at_out, (acc / weight[:, None]).to(target.dtype.element_ty), mask=inside)

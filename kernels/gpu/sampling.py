@@ -56,14 +56,17 @@ class SamplingConfig(NamedTuple):
     capacity: int = 16384
     splits: int | None = None
 
-    def splits_of(self, count: int) -> int:
+    def splits_of(self, count: int, vocab_size: int) -> int:
         """How many parts each of `count` rows is cut into: two choices only, as each compiles the kernels anew."""
-        return self.splits or (_MOST_SPLITS if count <= 32 else _LEAST_SPLITS)
+        useful = triton.next_power_of_2(triton.cdiv(vocab_size, _LEAST_SPLIT))
+        return self.splits or min(_MOST_SPLITS if count <= 32 else _LEAST_SPLITS, useful)
 
 
 _MOST_SPLITS = 128
 # Enough that the scan of a single split in the end is short.
 _LEAST_SPLITS = 16
+# Tokens; shorter ones would be more launches than work.
+_LEAST_SPLIT = 256
 _CONFIG = SamplingConfig()
 
 
@@ -650,5 +653,5 @@ def sample(
 def _shape(logits: Tensor, scratch: SamplingScratch) -> tuple[int, int, int, int]:
     """N, V, the number of splits and how many tokens each has: whole blocks of 32 bytes."""
     count, vocab_size = logits.shape
-    splits = scratch.config.splits_of(count)
+    splits = scratch.config.splits_of(count, vocab_size)
     return count, vocab_size, splits, triton.cdiv(triton.cdiv(vocab_size, splits), 16) * 16
