@@ -1,11 +1,11 @@
-"""What a load test asks of a Fulcrum engine's operator address: an empty prefix cache."""
+"""What a load test asks of a Fulcrum engine's operator address: an empty prefix cache, and its counters."""
 
-import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc
-import grpc.aio
 
-from fulcrum.v1.inference_pb2 import FlushCacheRequest
+from fulcrum.v1.inference_pb2 import FlushCacheRequest, GetStatsRequest, GetStatsResponse, Stats
 from fulcrum.v1.inference_pb2_grpc import AdminServiceStub
 from loadtest.records import LoadTestError, Target
 
@@ -18,17 +18,27 @@ def flush_cache(address: str, target: Target) -> int:
     Returns: the pages freed.
     Raises: LoadTestError.
     """
-    return asyncio.run(_flush_cache(address, target))
+    with _stub(address, "the cache at {} cannot be flushed") as stub:
+        request = FlushCacheRequest()
+        return int(stub.FlushCache(request, metadata=_metadata(target), timeout=_SECONDS).pages_freed)
 
 
-async def _flush_cache(address: str, target: Target) -> int:
-    key = target.headers.get("authorization")
-    metadata = (("authorization", key),) if key else ()
+def stats(address: str, target: Target) -> Stats:
+    """The gauges and counters of the engine at `address`. Raises: LoadTestError."""
+    with _stub(address, "{} gives no statistics") as stub:
+        answer: GetStatsResponse = stub.GetStats(GetStatsRequest(), metadata=_metadata(target), timeout=_SECONDS)
+        return answer.stats
+
+
+@contextmanager
+def _stub(address: str, failure: str) -> Iterator[AdminServiceStub]:
     try:
-        async with grpc.aio.insecure_channel(address) as channel:
-            call = AdminServiceStub(channel).FlushCache(FlushCacheRequest(), metadata=metadata, timeout=_SECONDS)
-            return int((await call).pages_freed)
-    except grpc.aio.AioRpcError as error:
-        raise LoadTestError(
-            f"the cache at {address} cannot be flushed: {error.code().name}: {error.details()}"
-        ) from error
+        with grpc.insecure_channel(address) as channel:
+            yield AdminServiceStub(channel)
+    except grpc.RpcError as error:
+        raise LoadTestError(f"{failure.format(address)}: {error.code().name}: {error.details()}") from error
+
+
+def _metadata(target: Target) -> tuple[tuple[str, str], ...]:
+    key = target.headers.get("authorization")
+    return (("authorization", key),) if key else ()

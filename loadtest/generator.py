@@ -1,5 +1,6 @@
 """Runs a load over several worker processes and gathers what came of it. Knows no data sets and no figures."""
 
+import math
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,12 +25,16 @@ class Load:
         max_concurrency: most chains under way at once, over all workers.
         warmups: requests sent before the start.
         workers: processes; never more than max_concurrency.
+        seconds: from the start, after which a worker under max_concurrency begins no further chain; None: all are sent.
+        give_up: seconds after which all is left as it is, as after Ctrl-C; None: never.
     """
 
     times: Sequence[float]
     max_concurrency: int | None = None
     warmups: int = 0
     workers: int = 1
+    seconds: float | None = None
+    give_up: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ class Outcome:
         records: of all requests that have ended, in the order of the chains.
         duration: seconds from the start to the end of the last request.
         usages: of each worker.
-        interrupted: by Ctrl-C; then the requests under way are in no record.
+        interrupted: by Ctrl-C, or given up; then the requests under way are in no record.
     """
 
     records: list[Record]
@@ -77,7 +82,7 @@ def generate(target: Target, chains: Sequence[Chain], load: Load, progress: Call
             heard.close()
             told.close()
             workers.append(_Worker(process, words, reports))
-        return _supervise(workers, progress)
+        return _supervise(workers, progress, math.inf if load.give_up is None else load.give_up)
     finally:
         for worker in workers:
             worker.words.close()  # which ends a worker that still runs
@@ -104,6 +109,7 @@ def _shares(target: Target, chains: Sequence[Chain], load: Load) -> list[Share]:
                 own,
                 None if limit is None else _part(limit, worker, count),
                 _part(load.warmups, worker, count),
+                math.inf if load.seconds is None else load.seconds,
             )
         )
     return shares
@@ -113,7 +119,7 @@ def _part(whole: int, worker: int, count: int) -> int:
     return whole // count + (worker < whole % count)
 
 
-def _supervise(workers: Sequence[_Worker], progress: Callable[[int], object]) -> Outcome:
+def _supervise(workers: Sequence[_Worker], progress: Callable[[int], object], give_up: float) -> Outcome:
     records: list[Record] = []
     usages: list[WorkerUsage] = []
     interrupted = False
@@ -122,7 +128,11 @@ def _supervise(workers: Sequence[_Worker], progress: Callable[[int], object]) ->
     open_ones = {worker.reports: worker for worker in workers}
     while open_ones:
         try:
-            for pipe in connection.wait(list(open_ones)):
+            left = start + give_up - time.perf_counter()
+            pipes = connection.wait(list(open_ones), None if interrupted or math.isinf(left) else max(0.0, left))
+            if not pipes:
+                raise KeyboardInterrupt
+            for pipe in pipes:
                 worker = open_ones[cast(connection.Connection, pipe)]
                 match _receive(worker):
                     case ("ready",):

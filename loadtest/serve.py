@@ -31,6 +31,7 @@ class LoadTest:
         rate: requests (of multi-turn: conversations) per second; infinite: all at once.
         self_timed: sends at the trace's own times.
         tokenizer_path: a tokenizer file or folder; else the server's own is asked, where one is needed.
+        seconds, give_up: see loadtest.generator.Load.
         objectives, percentiles, selected: see loadtest.metrics.
         about: further fields of the result file.
     """
@@ -51,6 +52,8 @@ class LoadTest:
     label: str | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     progress: bool = True
+    seconds: float | None = None
+    give_up: float | None = None
 
     def __post_init__(self) -> None:
         chat = self.target.backend == "openai-chat"
@@ -92,7 +95,7 @@ class LoadTest:
             times = arrival_times(len(chains), self.rate, self.burstiness, self.sampling.seed)
         date = datetime.now().strftime("%Y%m%d-%H%M%S")
         count = sum(len(chain.prompts) for chain in chains)
-        load = Load(times, self.max_concurrency, self.warmups, self.workers)
+        load = Load(times, self.max_concurrency, self.warmups, self.workers, self.seconds, self.give_up)
         with _bar(count if self.progress else 0) as progress:
             outcome = generate(self.target, chains, load, progress)
         self._count_tokens(outcome.records)

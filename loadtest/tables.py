@@ -36,7 +36,7 @@ _SERVE: Columns = (
     ("failed", "failed"),
 )
 # Of these, more is better for the first two, less for the others: a ratio is always ours over theirs.
-_COMPARED: Columns = (
+COMPARED: Columns = (
     ("requests/s", "request_throughput"),
     ("output tokens/s", "output_throughput"),
     ("TTFT p50, ms", "p50_ttft_ms"),
@@ -108,7 +108,7 @@ def serve_table(results: Sequence[Fields]) -> str:
     return rows_table(rows, _SERVE)
 
 
-def compare_table(reference: Fields, results: Sequence[Fields]) -> str:
+def compare_table(reference: Fields, results: Sequence[Fields], columns: Columns = COMPARED) -> str:
     """Loads of the reference (its "rows", by "load") beside those of ours with the same "load": theirs / ours (ratio).
 
     Raises: LoadTestError when a result has no load that the reference has.
@@ -120,9 +120,9 @@ def compare_table(reference: Fields, results: Sequence[Fields]) -> str:
             raise LoadTestError(f"load {result.get('load')!r} is none of the reference's: {'; '.join(names)}")
         ours[result["load"]] = result
     pairs = [(row, ours[row["load"]]) for row in reference["rows"] if row["load"] in ours]
-    columns = [(title, key) for title, key in _COMPARED if any(key in row and key in own for row, own in pairs)]
-    lines = [[row["load"], *(_versus(row.get(key), own.get(key)) for _, key in columns)] for row, own in pairs]
-    text = markdown(["load", *(title for title, _ in columns)], lines)
+    kept = [(title, key) for title, key in columns if any(key in row and key in own for row, own in pairs)]
+    lines = [[row["load"], *(_versus(row.get(key), own.get(key)) for _, key in kept)] for row, own in pairs]
+    text = markdown(["load", *(title for title, _ in kept)], lines)
     text += f"\n\nEach cell: {reference['name']} / Fulcrum (ratio)."
     if missing := [name for name in names if name not in ours]:
         text += f" Not compared yet: {'; '.join(missing)}."

@@ -7,6 +7,7 @@ every few finished requests; ("result", records, usage) at the end, also when th
 
 import asyncio
 import contextlib
+import itertools
 import resource
 import signal
 import time
@@ -30,6 +31,7 @@ class Share:
         own: the numbers that are this worker's; None: it takes the next one that no worker has taken yet.
         slots: how many chains it has under way at most; None: as many as are due.
         warmups: sent before the start, all of them `chains[0]`'s first prompt.
+        seconds: from the start, after which a slot takes no further chain.
     """
 
     target: Target
@@ -37,6 +39,7 @@ class Share:
     own: bool
     slots: int | None
     warmups: int
+    seconds: float
 
 
 class _Client(Protocol):
@@ -133,7 +136,7 @@ class _Worker:
         return WorkerUsage(mean, max(peak, mean * min(seconds / _WINDOW, 1)))
 
     async def _load(self, client: _Client, start: float) -> None:
-        queue = self._next()
+        queue = self._next(start + self._share.seconds)
 
         async def slot() -> None:
             for number, due, chain in queue:
@@ -144,11 +147,11 @@ class _Worker:
         else:
             await asyncio.gather(*(self._chain(client, n, start + due, chain) for n, due, chain in queue))
 
-    def _next(self) -> Iterator[tuple[int, float, Chain]]:
+    def _next(self, end: float) -> Iterator[tuple[int, float, Chain]]:
         if self._share.own:
-            yield from self._share.chains
+            yield from itertools.takewhile(lambda _: time.perf_counter() < end, self._share.chains)
             return
-        while True:
+        while time.perf_counter() < end:
             with self._taken.get_lock():
                 number = self._taken.value
                 self._taken.value += 1

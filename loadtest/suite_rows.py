@@ -1,0 +1,168 @@
+"""The rows of `python -m loadtest.suite`: loads, the order that the reference ran them in, and what is aimed at.
+
+Knows no server. Names of loads are those of docs/results/reference-vllm-0.26.0-h200.json.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loadtest.records import Chain, LoadTestError, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One load.
+
+    Attributes:
+        key: its name in --rows and of its files.
+        load: its name in tables.
+        dataset: "random" or "sharegpt", as of `fulcrum bench serve`; "mixed": see `mixed_lengths`.
+        count: requests; fewer where sharegpt has fewer and `oversample` is off; of mixed for each second.
+        lengths: tokens in and out of random; mean and longest sum of both of mixed.
+        rate: requests per second; infinite: all at once.
+        fresh: each repeat has a seed of its own, so that no prompt was seen before.
+        flush: the prefix cache is emptied first.
+        as_ids: texts are sent as token ids.
+        options: of the server; rows with the same ones share a server.
+        reference: the load that it is compared with, where that has another name; "": it is compared with none.
+    """
+
+    key: str
+    load: str
+    dataset: str
+    count: int
+    lengths: tuple[int, int] = (0, 0)
+    rate: float = math.inf
+    concurrency: int | None = None
+    seed: int = 1
+    oversample: bool = False
+    fresh: bool = True
+    flush: bool = True
+    as_ids: bool = False
+    options: tuple[str, ...] = ()
+    reference: str | None = None
+
+    @property
+    def compared_with(self) -> str:
+        """A load of the reference, or ""."""
+        return self.load if self.reference is None else self.reference
+
+    def seed_of(self, repeat: int) -> int:
+        """The seed of its `repeat`th run, counted from 1."""
+        return self.seed + repeat * self.fresh
+
+
+def _random(concurrency: int) -> Row:
+    count = max(4, 3 * concurrency)
+    load = f"rnd1k, concurrency {concurrency}"
+    return Row(
+        f"rnd1k-c{concurrency}", load, "random", count, (1024, 256), concurrency=concurrency, seed=concurrency * 1000
+    )
+
+
+def _sharegpt(rate: int, count: int) -> Row:
+    return Row(f"sg-{rate}", f"sg, {rate} req/s", "sharegpt", count, rate=rate, fresh=False, flush=False)
+
+
+_7K = "7,680 in, 64 out, concurrency 1"
+_7K_IDS = "7,680 in (token ids), 64 out, concurrency 1"
+_LONG = "7,168 in, 512 out, 50 at once"
+_2000 = "sg, 2,000 at once, 4 API processes"
+_CARD = "24 GiB, 64 in flight, mean 2,800 tokens, longest 8,192"
+_ALL = (
+    *(_random(concurrency) for concurrency in (1, 8, 32, 64, 128, 256)),
+    Row("rnd7k-text", _7K, "random", 3, (7680, 64), concurrency=1, seed=7000),
+    Row("rnd7k-ids", _7K_IDS, "random", 3, (7680, 64), concurrency=1, seed=7500, as_ids=True, reference=_7K),
+    Row("long50", _LONG, "random", 50, (7168, 512), seed=90_000),
+    # One sample in all rows: from the second on its prompts are mostly cached, as in the reference.
+    Row("sg-all", "sg, 519 at once", "sharegpt", 519, fresh=False),
+    *map(_sharegpt, (32, 16, 8, 4, 2, 1), (519, 519, 320, 140, 50, 25)),
+    # The reference's ran on a server of its own, so it begins with an empty cache.
+    Row("sg-2000", _2000, "sharegpt", 2000, seed=0, oversample=True, fresh=False),
+    Row("card24", _CARD, "mixed", 16, (2800, 8192), concurrency=64, options=("--memory-budget=24GiB",), reference=""),
+)
+ROWS: dict[str, Row] = {row.key: row for row in _ALL}
+
+
+def _named(start: str) -> tuple[str, ...]:
+    return tuple(key for key in ROWS if key.startswith(start))
+
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "rnd1k": _named("rnd1k"),
+    "rnd7k": _named("rnd7k"),
+    "sg": _named("sg"),
+    "sg-rates": _named("sg")[:-1],
+}
+
+# The project's goals (a figure, at least or at most): ahead of vLLM 0.26.0 on the same GPU.
+TARGETS: tuple[tuple[str, str, str, float], ...] = (
+    ("rnd1k-c1", "p50_tpot_ms", "<=", 4.4),
+    ("rnd1k-c8", "request_throughput", ">=", 5.8),
+    ("rnd1k-c32", "request_throughput", ">=", 16),
+    ("rnd1k-c64", "p99_itl_ms", "<=", 60),
+    ("rnd1k-c128", "request_throughput", ">=", 27.4),
+    ("rnd1k-c128", "p99_itl_ms", "<=", 60),
+    ("rnd1k-c256", "request_throughput", ">=", 29.4),
+    ("rnd1k-c256", "p99_itl_ms", "<=", 60),
+    ("rnd7k-text", "p50_ttft_ms", "<=", 208),
+    ("rnd7k-ids", "p50_ttft_ms", "<=", 185),
+    ("sg-8", "output_throughput", ">=", 1576),
+    ("sg-8", "p50_ttft_ms", "<=", 22.3),
+    ("sg-8", "p99_ttft_ms", "<=", 35.6),
+    ("sg-8", "p99_itl_ms", "<=", 10),
+    ("sg-32", "p99_ttft_ms", "<=", 69),
+    ("sg-32", "p99_itl_ms", "<=", 13.7),
+    ("sg-2000", "request_throughput", ">=", 105),
+    ("sg-2000", "p99_itl_ms", "<=", 60),
+)
+
+
+def select(names: str) -> list[Row]:
+    """The rows of these names and groups (between commas), in the table's order. Raises: LoadTestError."""
+    wanted: set[str] = set()
+    for name in names.split(","):
+        if name not in ROWS and name not in GROUPS:
+            raise LoadTestError(f"there is no row {name!r}: {', '.join([*ROWS, *GROUPS])}")
+        wanted.update(GROUPS.get(name, (name,)))
+    return [row for key, row in ROWS.items() if key in wanted]
+
+
+def gate(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each target of a row that was run (by key), and a count."""
+    lines, met = [], 0
+    for key, name, sign, limit in TARGETS:
+        if key in figures:
+            value = figures[key][name]
+            good = value >= limit if sign == ">=" else value <= limit
+            met += good
+            lines.append(f"{'met   ' if good else 'MISSED'}  {key:11} {name:19} {value:10,.2f} {sign} {limit:,}")
+    return [*lines, f"{met} of {len(lines)} targets are met"]
+
+
+def mixed_lengths(count: int, mean: int, longest: int, seed: int) -> list[tuple[int, int]]:
+    """(prompt, completion) tokens whose sum is log-normal, cut at `longest`, which about one in twenty reaches.
+
+    The mean holds where longest / mean is near 3. Completions are drawn apart from the sum, so that long requests stay
+    no longer than others: what runs together has the mean of what is sent.
+    """
+    import numpy as np
+
+    generator = np.random.default_rng(seed)
+    # A log-normal's mean is exp(mu + sigma^2 / 2); what the cut takes away is given back: 0.065, found by integration.
+    sums = np.exp(generator.normal(math.log(mean) - 0.8**2 / 2 + 0.065, 0.8, count)).clip(longest / 64, longest)
+    outputs = generator.uniform(longest / 64, longest / 16, count).clip(1, sums / 2)
+    return [(int(total) - int(output), int(output)) for total, output in zip(sums, outputs, strict=True)]
+
+
+def mixed_prompts(ids: Sequence[int], lengths: Sequence[tuple[int, int]], seed: int) -> list[Chain]:
+    """Prompts of random ids out of `ids`, of these lengths."""
+    import numpy as np
+
+    generator, known = np.random.default_rng(seed), np.asarray(ids)
+    return [
+        Chain((Prompt(known[generator.integers(0, len(known), size)].tolist(), output, size),))
+        for size, output in lengths
+    ]
