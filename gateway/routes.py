@@ -157,8 +157,8 @@ class Routes:
 
     async def _write(
         self, request: Request, answer: Answer, shape: Format, names: dict[str, str], write: Write
-    ) -> None:
-        """Writes the event stream. It ends with [DONE], or with an error event and no [DONE]."""
+    ) -> bytes:
+        """Writes the event stream; returns its end: [DONE], or an error event and no [DONE]."""
         try:
             await write(shape.opening())
             while (piece := await answer.next()) is not None:
@@ -166,11 +166,11 @@ class Routes:
                     await write(shape.piece(piece.index, piece.text))
                 else:
                     await write(shape.ending(piece.index, piece.ending))
-            await write(shape.closing(answer.counts))
+            return shape.closing(answer.counts)
         except grpc.aio.AioRpcError as error:
-            await write(self._error_event(from_rpc(error, names, request.state.request_id)))
+            return self._error_event(from_rpc(error, names, request.state.request_id))
         except ApiError as error:
-            await write(self._error_event(error))
+            return self._error_event(error)
         finally:
             self._done(request, answer)
 

@@ -24,7 +24,7 @@ LARGE_BYTES = 128 << 10
 
 T = TypeVar("T")
 Write = Callable[[bytes], Awaitable[None]]
-Source = Callable[[Write], Awaitable[None]]
+Source = Callable[[Write], Awaitable[bytes]]
 
 
 async def read_json(request: Request, max_bytes: int, read: Callable[[dict[str, Any]], T]) -> T:
@@ -84,7 +84,7 @@ class EventStream(Response):
     """Sends what a source writes, a comment when that is nothing for a while, and cancels it when the client goes."""
 
     def __init__(self, source: Source, heartbeat_seconds: float, close: Callable[[], None]) -> None:
-        """`close` is called at the end, also when `source` was never begun."""
+        """`source` returns what comes last. `close` is called at the end, also when `source` was never begun."""
         super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
         self._source = source
@@ -117,10 +117,10 @@ class EventStream(Response):
             self._last = time.monotonic()
 
         try:
-            await self._source(write)
+            last = await self._source(write)
         finally:
             beat.cancel()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _beat(self, send: Send) -> None:
         while True:

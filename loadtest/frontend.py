@@ -113,8 +113,8 @@ def measure(setup: Setup) -> Costs:
             for group, earlier in zip(groups, before, strict=True)
         ]
         service = [sum(each) for each in spent[1 : 1 + len(services)]]
-        # Those that only supervise do nothing meanwhile.
-        gateway = [each for group in spent[1 + len(services) :] for each in group if each]
+        # The parent of several only supervises them, and a helper of its own does nothing.
+        gateway = [each for group in spent[1 + len(services) :] for each in group[len(group) > 1 :] if each]
         return Costs(
             tokens,
             events,
