@@ -1,7 +1,7 @@
 """Recorded launches: which sizes of a step are recorded, and their replay. Knows no model.
 
 A step is padded to the next recorded size. Up to 128 rows a product takes the same time whatever their number, so few
-sizes do; above, the sizes lie closer than what a product's tiles would pad to anyway.
+sizes do; above 512 cuBLAS takes longer for 576 rows than for 640 (11.9 and 11.3 ms for all of Qwen2.5-7B's on an H200).
 """
 
 from bisect import bisect_left
@@ -9,8 +9,8 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-_SAMPLES = (1, 2, 4, 8, 16, 24, 32, *range(48, 129, 16), *range(160, 513, 32), *range(576, 1025, 64))
-_TOKENS = (16, 32, 64, 96, 128, *range(160, 257, 32), *range(320, 513, 64))
+_SAMPLES = (1, 2, 4, 8, 16, 24, 32, *range(48, 129, 16), *range(160, 385, 32), 448, *range(512, 1025, 128))
+_TOKENS = (16, 32, 64, 96, 128, *range(160, 385, 32), 448, 512)
 _TOKEN_STEP = 128
 
 

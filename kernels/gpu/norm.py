@@ -16,6 +16,15 @@ def _normalised(row, weight, at, inside, eps, D: tl.constexpr):
 
 
 @triton.jit
+def _rms_norm(x, weight, out, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    inside = at < D
+    row = tl.program_id(0).to(tl.int64) * D + at
+    given = tl.load(x + row, mask=inside, other=0.0)
+    tl.store(out + row, _normalised(given, weight, at, inside, eps, D).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _add_rms_norm(x, residual, weight, out, eps, D: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     inside = at < D
@@ -36,6 +45,13 @@ def _embed_rms_norm(tokens, table, residual, weight, out, eps, D: tl.constexpr, 
     tl.store(residual + token * D + at, embedded, mask=inside)
     normalised = _normalised(embedded, weight, at, inside, eps, D)
     tl.store(out + token * D + at, normalised.to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """Writes x / rms(x) * weight of every row of x (T, D) into out; weight is (D,)."""
+    tokens, size = x.shape
+    block = triton.next_power_of_2(size)
+    _rms_norm[(tokens,)](x, weight, out, eps, D=size, BLOCK=block, num_warps=_warps(size))
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:

@@ -161,10 +161,17 @@ def main(model: Path, output: Path, batches: str, context: int, max_num_batched_
         runner.collect(runner.launch(rows.init([context] * decodes + [prefix + chunk], GREEDY)))
         measure(f"mixed {decodes} + {chunk} after {prefix}", mixed_steps(rows, decodes, context, chunk, prefix, 12))
     if profiled:
-        for size in (1, 128):
-            runner.collect(runner.launch(rows.init([context] * size, GREEDY)))
-            record["kernels"][f"decode {size}"] = table = kernel_times(rows, decode_steps(rows, size, context, 10))
-            click.echo(f"decode {size}")
+        scenes = {f"decode {size}": (size, 0, 0) for size in (1, 128)} | {"mixed 256 + 768": (256, 768, 0)}
+        for name, (decodes, chunk, prefix) in scenes.items():
+            lengths = [context] * decodes + ([prefix + chunk] if chunk else [])
+            runner.collect(runner.launch(rows.init(lengths, GREEDY)))
+            steps = (
+                mixed_steps(rows, decodes, context, chunk, prefix, 10)
+                if chunk
+                else decode_steps(rows, decodes, context, 10)
+            )
+            record["kernels"][name] = table = kernel_times(rows, steps)
+            click.echo(name)
             for entry in table[:14]:
                 click.echo(f"  {entry['us_a_step']:9.1f} us  {entry['calls_a_step']:6.1f}  {entry['kernel'][:90]}")
     output.write_text(json.dumps(record, indent=1))

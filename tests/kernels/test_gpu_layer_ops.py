@@ -113,3 +113,12 @@ def test_rows_of_hidden_states_and_pages_are_copied(device: str) -> None:
     before = pool.clone()
     rows.copy_pages(torch.tensor([[4, 0], [2, 3]], dtype=torch.int32, device=device), pool)
     assert torch.equal(pool, before[:, [4, 1, 2, 2, 4]])
+
+
+def test_rms_norm(device: str) -> None:
+    torch.manual_seed(0)
+    x, weight, out = torch.randn(5, 96, device=device), torch.rand(96, device=device), torch.empty(5, 96, device=device)
+    norm.rms_norm(x, weight, EPS, out)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
