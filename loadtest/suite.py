@@ -81,7 +81,7 @@ class Suite:
                         row, repeat = plan.pop(0)
                         yield row, self._measured(server, row, repeat, settings)
                         if plan and server.process.poll() is not None:
-                            raise LoadTestError(f"the server has ended\n{server.last_words()}")
+                            raise LoadTestError("the server has ended")
             except LoadTestError as error:
                 for row, _ in plan:
                     yield row, error

@@ -76,7 +76,7 @@ class Server:
 def serving(model: Path, options: Sequence[str], log: Path, start_seconds: float) -> Iterator[Server]:
     """A server for `model` with these further options, on free ports; it ends with the block.
 
-    Raises: LoadTestError when it does not serve within `start_seconds`.
+    Raises: LoadTestError when it does not serve within `start_seconds`. One of the block gets the end of the log too.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="fulcrum-suite-") as folder:
@@ -91,11 +91,12 @@ def serving(model: Path, options: Sequence[str], log: Path, start_seconds: float
                 start_new_session=True,  # Ctrl-C is the suite's, which then ends it
             )
         try:
-            url = _address(process, log, time.monotonic() + start_seconds)
-            target = Target("openai", url, "/v1/completions", "", {}, {"temperature": 0.0}, ignore_eos=True)
-            yield Server(replace(target, model=served_model(target)), admin, log, process)
-        finally:
-            _end(process)
+            with _ended(process):
+                url = _address(process, log, time.monotonic() + start_seconds)
+                target = Target("openai", url, "/v1/completions", "", {}, {"temperature": 0.0}, ignore_eos=True)
+                yield Server(replace(target, model=served_model(target)), admin, log, process)
+        except LoadTestError as error:
+            raise LoadTestError(f"{error}\n{_end_of(log)}") from error
 
 
 class Watch:
@@ -152,18 +153,26 @@ def _address(process: "subprocess.Popen[bytes]", log: Path, deadline: float) -> 
         if found := re.search(r"OpenAI API\s+(http://[^/\s]+)/v1", log.read_text(errors="replace")):
             return found.group(1)
         if status is not None:
-            raise LoadTestError(f"the server ended with status {status} before it served\n{_end_of(log)}")
+            raise LoadTestError(f"the server ended with status {status} before it served")
         time.sleep(_POLL_SECONDS)
-    raise LoadTestError(f"the server does not serve yet (--start-seconds gives it longer)\n{_end_of(log)}")
+    raise LoadTestError("the server does not serve yet (--start-seconds gives it longer)")
 
 
 def _end_of(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Asks it to end; insists after a while."""
-    process.terminate()
+@contextmanager
+def _ended(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """After the block: asks it to end, insists after a while."""
+    try:
+        yield
+    finally:
+        process.terminate()
+        _wait(process)
+
+
+def _wait(process: "subprocess.Popen[bytes]") -> None:
     try:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
