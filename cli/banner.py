@@ -8,8 +8,6 @@ from cli.settings import Params
 
 _BEARER = ' -H "Authorization: Bearer $FULCRUM_API_KEY"'
 _SETTINGS = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
     "scheduler",
     "prefix_cache",
     "chunked_prefill",
@@ -52,7 +50,9 @@ def reachable(address: str) -> str:
 
 def _head(report: EngineReport, params: Params, name: str, *addresses: str) -> list[str]:
     tokens = report.num_pages * report.page_size
-    settings = ", ".join(f"{key.replace('_', '-')} {_text(params[key])}" for key in _SETTINGS)
+    limits = {"max_num_seqs": report.max_num_seqs, "max_num_batched_tokens": report.max_num_batched_tokens}
+    shown = limits | {key: params[key] for key in _SETTINGS}
+    settings = ", ".join(f"{key.replace('_', '-')} {_text(value)}" for key, value in shown.items())
     lines = [f"Fulcrum serves {name}", *addresses, f"  gRPC        {report.address}"]
     lines += [f"  admin       {report.admin_address}"] if report.admin_address else []
     lines += [f"  metrics     http://{reachable(report.metrics_address)}/metrics"] if report.metrics_address else []

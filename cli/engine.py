@@ -114,6 +114,8 @@ async def serve_core(service: ServiceConfig, core: Path, ready: Ready, signals: 
                 info.max_model_len,
                 info.page_size,
                 info.num_pages,
+                info.max_num_seqs,
+                info.max_num_batched_tokens,
             )
         )
 

@@ -22,6 +22,8 @@ class EngineReport:
     max_model_len: int
     page_size: int
     num_pages: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""

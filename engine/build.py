@@ -23,13 +23,13 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[EngineCo
         ValueError: a logits processor cannot be loaded.
     """
     runner = _runner(config, load_model(config, progress=progress))
-    model = runner.model_config
+    model, limits = runner.model_config, config.step_limits(runner.device.type)
     kind = StaticScheduler if config.scheduler == "static" else Scheduler
     scheduler = kind(
         num_pages=runner.num_pages,
         page_size=config.page_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
         max_model_len=runner.max_model_len,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
@@ -48,7 +48,8 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[EngineCo
         device=str(runner.device),
         page_size=config.page_size,
         num_pages=runner.num_pages,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
         version=importlib.metadata.version("fulcrum-llm"),
     )
     return EngineCore(scheduler, runner, overlap=int(config.overlap and runner.device.type == "cuda")), info

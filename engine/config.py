@@ -2,10 +2,22 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 SchedulerName = Literal["continuous", "static"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class StepLimits(NamedTuple):
+    """The most that one step takes."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+# On an H200, products reach their full speed from about 1,000 tokens on, and 1,536 take 38 ms with Qwen2.5-7B: what a
+# running sequence waits for its next token while prompts are computed. docs/benchmarks.md has the figures.
+_STEP_LIMITS = {"cpu": StepLimits(256, 2048), "cuda": StepLimits(1024, 1536)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +33,8 @@ class EngineConfig:
             On CUDA it covers weights, activations and the KV pool; on the CPU the KV pool alone (None: 2 GiB).
         max_model_len: longest prompt + completion, tokens (None: the model's own window).
         page_size: tokens in a page of the KV pool.
-        max_num_seqs: most sequences in one step.
-        max_num_batched_tokens: token budget of one step.
+        max_num_seqs: most sequences in one step (None: see `step_limits`).
+        max_num_batched_tokens: token budget of one step (None: see `step_limits`).
         scheduler: "static" is the naive baseline, kept to measure against.
         prefix_cache: share the pages of equal prefixes.
         chunked_prefill: let a prompt be computed over several steps beside decodes.
@@ -42,8 +54,8 @@ class EngineConfig:
     memory_budget: int | float | None = None
     max_model_len: int | None = None
     page_size: int = 16
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     scheduler: SchedulerName = "continuous"
     prefix_cache: bool = True
     chunked_prefill: bool = True
@@ -59,11 +71,13 @@ class EngineConfig:
         """Raises: ValueError naming the field that is out of range."""
         positive = ("page_size", "max_num_seqs", "max_num_batched_tokens")
         for name in positive:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, not {self.page_size}")
-        if self.max_num_batched_tokens < self.max_num_seqs and self.scheduler == "continuous":
+        few_tokens = self.max_num_batched_tokens is not None and self.max_num_batched_tokens < (self.max_num_seqs or 0)
+        if few_tokens and self.scheduler == "continuous":
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"
                 f" ({self.max_num_seqs}): every running sequence decodes one token a step"
@@ -77,3 +91,11 @@ class EngineConfig:
                 raise ValueError(f"memory_budget as a fraction must be in (0, 1], not {self.memory_budget}")
             if isinstance(self.memory_budget, int) and self.memory_budget < 1:
                 raise ValueError(f"memory_budget must be at least 1 byte, not {self.memory_budget}")
+
+    def step_limits(self, device_type: str) -> StepLimits:
+        """As set; what is not set suits the device ("cpu", "cuda") and what is."""
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        usual = _STEP_LIMITS[device_type]
+        if seqs is None:
+            seqs = usual.max_num_seqs if tokens is None else min(usual.max_num_seqs, tokens)
+        return StepLimits(seqs, max(usual.max_num_batched_tokens, seqs) if tokens is None else tokens)

@@ -46,6 +46,7 @@ class CoreInfo(msgspec.Struct, tag="info", array_like=True):
     page_size: int
     num_pages: int
     max_num_seqs: int
+    max_num_batched_tokens: int
     version: str
 
 

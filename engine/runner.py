@@ -56,17 +56,17 @@ class ModelRunner:
         self._decoder = model.decoder
         self._decoder.pack()
         self._page_size = config.page_size
-        self._max_num_seqs = config.max_num_seqs
+        limits = self._limits = config.step_limits(model.device.type)
         with torch.inference_mode():
             # One column more: the token that the last position of the window is sampled to.
             self._token_ids = torch.zeros(
-                config.max_num_seqs, self.max_model_len + 1, dtype=torch.int32, device=self.device
+                limits.max_num_seqs, self.max_model_len + 1, dtype=torch.int32, device=self.device
             )
-            self._num_tokens = [0] * config.max_num_seqs
+            self._num_tokens = [0] * limits.max_num_seqs
             self._sampler = Sampler(
                 vocab_size=self.model_config.vocab_size,
                 device=self.device,
-                max_num_seqs=config.max_num_seqs,
+                max_num_seqs=limits.max_num_seqs,
                 processors=load_logits_processors(
                     config.logits_processors, vocab_size=self.model_config.vocab_size, device=self.device
                 ),
@@ -74,7 +74,7 @@ class ModelRunner:
             self.num_pages = self._affordable_pages(config)
             self._kv_cache = self._new_pool(self.num_pages + 1)
             self._page_table = torch.full(
-                (config.max_num_seqs, math.ceil(self.max_model_len / config.page_size)),
+                (limits.max_num_seqs, math.ceil(self.max_model_len / config.page_size)),
                 self.num_pages,
                 dtype=torch.int32,
                 device=self.device,
@@ -181,7 +181,7 @@ class ModelRunner:
         allowed = int(budget * memory) if isinstance(budget, float) else budget
         if allowed > memory:  # a pool on the CPU takes its memory only when it fills: it would die then, not now
             raise ModelError(f"memory_budget is {allowed} bytes, and the device has {memory}")
-        left = allowed if on_cpu else allowed - self._peak_bytes(config)
+        left = allowed if on_cpu else allowed - self._peak_bytes()
         pages = left // self.page_bytes
         if pages < 1:
             raise ModelError(
@@ -190,11 +190,12 @@ class ModelRunner:
             )
         return pages
 
-    def _peak_bytes(self, config: EngineConfig) -> int:
+    def _peak_bytes(self) -> int:
         """Most device memory in use while the largest step runs over a pool just large enough for it."""
         model, size = self.model_config, self._page_size
-        length = min(config.max_num_batched_tokens, self.max_model_len)
-        counts = [length] * (config.max_num_batched_tokens // length)
+        tokens = self._limits.max_num_batched_tokens
+        length = min(tokens, self.max_model_len)
+        counts = [length] * (tokens // length)
         pages = math.ceil(length / size)
         table = torch.arange(len(counts) * pages, device=self.device).view(len(counts), pages)
         pool = self._new_pool(len(counts) * pages)
@@ -209,7 +210,7 @@ class ModelRunner:
         )
         positions = torch.arange(length, device=self.device).repeat(len(counts))
         hidden = self._decoder.forward(torch.zeros_like(positions), positions, pool, plan)
-        self._decoder.logits(hidden[: config.max_num_seqs])
+        self._decoder.logits(hidden[: self._limits.max_num_seqs])
         peak = torch.cuda.max_memory_allocated(self.device) - pool.nbytes
         del pool, hidden
         torch.cuda.empty_cache()

@@ -75,11 +75,12 @@ def main() -> None:
     settings = CoreSettings(**json.loads(sys.stdin.buffer.readline()))
     page_size = 16
     pages = settings.rows * -(-settings.max_model_len // page_size)
+    budget = max(8192, settings.rows)
     scheduler = Scheduler(
         num_pages=pages,
         page_size=page_size,
         max_num_seqs=settings.rows,
-        max_num_batched_tokens=max(8192, settings.rows),
+        max_num_batched_tokens=budget,
         max_model_len=settings.max_model_len,
         vocab_size=settings.vocab_size,
         eos_token_ids=[0],
@@ -94,6 +95,7 @@ def main() -> None:
         page_size=page_size,
         num_pages=pages,
         max_num_seqs=settings.rows,
+        max_num_batched_tokens=budget,
         version="0",
     )
     core = EngineCore(scheduler, RandomRunner(settings))

@@ -183,7 +183,7 @@ def climb(
         "dtype": info.dtype,
         "device": info.device,
         "max_num_seqs": info.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_batched_tokens": info.max_num_batched_tokens,
         "rungs": _rows([rung for rung in ladder if rung.name in passes], passes, answers, pools),
         "left_out": [rung.name for rung in ladder if rung.name not in passes],
     }
@@ -276,7 +276,7 @@ def _scheduler(config: EngineConfig, rung: Rung, info: CoreInfo, pages: int) -> 
         num_pages=pages,
         page_size=info.page_size,
         max_num_seqs=info.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=info.max_num_batched_tokens,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,

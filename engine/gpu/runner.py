@@ -68,8 +68,9 @@ class GpuRunner:
     """
 
     def __init__(self, config: EngineConfig, model: LoadedModel) -> None:
-        if config.max_num_seqs > _MOST_ROWS:
-            raise ModelError(f"max_num_seqs ({config.max_num_seqs}) must be at most {_MOST_ROWS} on this device")
+        rows, tokens = config.step_limits(model.device.type)
+        if rows > _MOST_ROWS:
+            raise ModelError(f"max_num_seqs ({rows}) must be at most {_MOST_ROWS} on this device")
         self.device, self.dtype, self.max_model_len = model.device, model.dtype, model.max_model_len
         self.model_config = model.config
         self.page_bytes = model.page_bytes(config.page_size)
@@ -77,7 +78,6 @@ class GpuRunner:
         self._cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._ended: torch.cuda.Event | None = None
-        rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
         self._record = config.cuda_graphs and self._cuda
         self._sample_sizes, self._token_sizes = sample_sizes(rows), token_sizes(tokens)
         self._graphs = Graphs(self._stream)

@@ -81,7 +81,7 @@ class Served:
             vocab_size=VOCAB,
             eos_token_ids=[EOS],
         )
-        info = CoreInfo("Sum", VOCAB, 8192, [EOS], "int", "cpu", 16, 1024, 64, "0")
+        info = CoreInfo("Sum", VOCAB, 8192, [EOS], "int", "cpu", 16, 1024, 64, 2048, "0")
         self.path = folder / "core.sock"
         self.core = EngineCore(scheduler, self.runner)
         self.server = CoreServer(self.core, info, self.path)

@@ -67,7 +67,7 @@ class FakeCore:
         known = {
             "architecture": "LlamaForCausalLM", "vocab_size": 258, "max_model_len": 4096, "eos_token_ids": [EOS],
             "dtype": "float32", "device": "cpu", "page_size": 16, "num_pages": 512, "max_num_seqs": 64,
-            "version": "0.1.0",
+            "max_num_batched_tokens": 2048, "version": "0.1.0",
         }  # fmt: skip
         self.info = CoreInfo(**(known | info))
         self.draining = False
