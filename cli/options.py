@@ -110,7 +110,7 @@ engine_settings = together(
     ),
     option("--page-size", default=16, type=int, help="Tokens in a page of the KV pool."),
     option("--max-num-seqs", type=int, show_default="256; 1024 on CUDA", help="Most sequences in one step."),
-    option("--max-num-batched-tokens", type=int, show_default="2048; 1536 on CUDA", help="Token budget of one step."),
+    option("--max-num-batched-tokens", type=int, show_default="2048; 1152 on CUDA", help="Token budget of one step."),
     option(
         "--scheduler",
         default="continuous",
