@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.messages import CoreStats
+from engine.pacing import Pacer
 from engine.request import FinishReason
 from engine.scheduler import Scheduler, SequenceUpdate
 from engine.static_scheduler import StaticScheduler
@@ -48,6 +49,7 @@ class EngineCore:
         self._overlap = overlap
         self._in_flight: deque[tuple[Step, Any, bool]] = deque()
         self._busy = False  # since the step before
+        self._pacer = Pacer()
         self._born = time.monotonic()
 
     @property
@@ -55,12 +57,17 @@ class EngineCore:
         """Whether a turn would do something."""
         return bool(self._in_flight) or self.scheduler.has_work
 
+    def hold(self) -> float:
+        """Seconds that the next turn may wait for more requests, without the device running out of work."""
+        return self._pacer.hold(time.monotonic()) if self._overlap and self.scheduler.has_work else 0.0
+
     def turn(self) -> Turn:
         """Schedules and launches one step, and collects the oldest launched one when its time has come.
 
         A step that raises ends its own sequences with ERROR; the core goes on.
         """
         began = time.perf_counter()
+        self._pacer.launching(time.monotonic())
         step = self.scheduler.schedule()
         started = self.scheduler.started()
         scheduled_at = time.monotonic()
@@ -70,6 +77,7 @@ class EngineCore:
             self._count(step)
             try:
                 self._in_flight.append((step, self._runner.launch(step), self._busy))
+                self._pacer.launched(step, time.monotonic())
             except RuntimeError as error:
                 updates += self._fail(step, error)
         if self._in_flight and (step is None or len(self._in_flight) > self._overlap):
@@ -83,7 +91,9 @@ class EngineCore:
         try:
             result = self._runner.collect(launched)
         except RuntimeError as error:
+            self._pacer.failed()
             return self._fail(step, error)
+        self._pacer.collected(result.busy_seconds, time.monotonic())
         computed = time.perf_counter()
         updates = self.scheduler.update(step, result)
         if result.failed:

@@ -42,6 +42,7 @@ _READ_BYTES = 1 << 20
 # A client that lets this much pile up has stopped reading.
 _MAX_UNSENT_BYTES = 64 << 20
 _LOG_EVERY_SECONDS = 10.0
+_SELECT_SECONDS = 0.001
 
 
 class _Outputs(msgspec.Struct, tag="outputs", array_like=True):
@@ -116,7 +117,11 @@ class CoreServer:
         """Serves until `stop` is called or the lifeline ends."""
         try:
             while not self._stopping:
-                self._poll(block=not self._core.has_work)
+                self._poll(None if not self._core.has_work else 0)
+                while (hold := self._core.hold()) and not self._stopping:
+                    # The selector rounds up to whole milliseconds.
+                    self._poll(max(0.0, hold - _SELECT_SECONDS))
+                    self._flush()
                 self._flush()
                 if self._core.has_work:
                     began = time.monotonic()
@@ -132,8 +137,8 @@ class CoreServer:
 
     # --- sockets
 
-    def _poll(self, *, block: bool) -> None:
-        for key, events in self._selector.select(None if block else 0):
+    def _poll(self, seconds: float | None) -> None:
+        for key, events in self._selector.select(seconds):
             if isinstance(key.data, _Connection):
                 if events & selectors.EVENT_WRITE:
                     self._send(key.data)
