@@ -7,6 +7,7 @@ its first kernel to its last; the gap is what lies between one step's last kerne
 """
 
 import json
+import re
 import statistics
 import time
 from pathlib import Path
@@ -85,18 +86,52 @@ def mixed_steps(rows: Rows, decodes: int, context: int, chunk: int, prefix: int,
     return made
 
 
-def kernel_times(rows: Rows, steps: list[Step]) -> list[dict[str, Any]]:
-    """Device time of each kernel of one step, largest first."""
+GROUPS = {
+    "products": r"nvjet|gemm|splitK|_gemv|_dot",
+    "decode attention": r"_decode_kernel",
+    "prefill attention": r"_prefill_kernel",
+    "norms, with the residual sum": r"rms_norm",
+    "bias, RoPE, K and V into pages": r"_rope_kv",
+    "SiLU and product": r"_silu_mul",
+    "sampling": r"_maxima|_pick",
+}
+BYTES_A_SECOND = 4.2e12  # measured: a large copy, read and written
+FLOPS = 790e12  # measured: a large bfloat16 product
+
+
+def floors(runner: GpuRunner, decodes: int, context: int, chunk: int, prefix: int) -> dict[str, float]:
+    """The least time of each group in us: bytes at the device's bandwidth, or operations at its speed."""
+    model = runner.model_config
+    tokens, samples, layers = decodes + chunk, max(decodes, 1), model.num_layers
+    heads, kv_heads, d = model.num_heads, model.num_kv_heads, model.head_dim
+    weights = layers * sum(linear.weight.numel() for linear in runner._forward._decoder.layers[0].linears)
+    head = model.vocab_size * model.hidden_size
+    products = max(2 * (weights + head) / BYTES_A_SECOND, 2 * (weights * tokens + head * samples) / FLOPS)
+    attended = sum(prefix + at + 1 for at in range(chunk))
+    passes = 4 if tokens <= 64 else 2  # more than that are added to the residual stream by the product
+    seconds = {
+        "products": products,
+        "decode attention": layers * decodes * context * 2 * kv_heads * d * 2 / BYTES_A_SECOND,
+        "prefill attention": layers * 4 * heads * d * attended / FLOPS,
+        "norms, with the residual sum": 2 * layers * tokens * passes * model.hidden_size * 2 / BYTES_A_SECOND,
+        "bias, RoPE, K and V into pages": layers * tokens * 2 * (heads + 2 * kv_heads) * d * 2 / BYTES_A_SECOND,
+        "SiLU and product": layers * tokens * 3 * model.intermediate_size * 2 / BYTES_A_SECOND,
+        "sampling": samples * model.vocab_size * 2 / BYTES_A_SECOND,
+    }
+    return {name: 1e6 * value for name, value in seconds.items()}
+
+
+def kernel_times(rows: Rows, steps: list[Step]) -> dict[str, tuple[float, float]]:
+    """Device us and launches of a step, by group."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run_steps(rows, steps)
         torch.cuda.synchronize()
-    count = len(steps)
-    table = [
-        {"kernel": event.key, "us_a_step": event.device_time_total / count, "calls_a_step": event.count / count}
-        for event in profiler.key_averages()
-        if event.device_time_total
-    ]
-    return sorted(table, key=lambda entry: -entry["us_a_step"])
+    found: dict[str, tuple[float, float]] = {}
+    for event in profiler.key_averages():
+        group = next((name for name, pattern in GROUPS.items() if re.search(pattern, event.key)), "the rest")
+        us, calls = found.get(group, (0.0, 0.0))
+        found[group] = (us + event.device_time_total / len(steps), calls + event.count / len(steps))
+    return found
 
 
 @click.command()
@@ -128,7 +163,7 @@ def main(model: Path, output: Path, batches: str, context: int, max_num_batched_
         "pages": runner.num_pages,
         "memory_used_fraction": (total - free) / total,
         "rows": [],
-        "kernels": {},
+        "kernels": [],
     }
     click.echo(str({key: record[key] for key in list(record)[-7:-2]}))
     rows = Rows(runner)
@@ -160,20 +195,16 @@ def main(model: Path, output: Path, batches: str, context: int, max_num_batched_
             continue
         runner.collect(runner.launch(rows.init([context] * decodes + [prefix + chunk], GREEDY)))
         measure(f"mixed {decodes} + {chunk} after {prefix}", mixed_steps(rows, decodes, context, chunk, prefix, 12))
-    if profiled:
-        scenes = {f"decode {size}": (size, 0, 0) for size in (1, 128)} | {"mixed 256 + 768": (256, 768, 0)}
-        for name, (decodes, chunk, prefix) in scenes.items():
-            lengths = [context] * decodes + ([prefix + chunk] if chunk else [])
-            runner.collect(runner.launch(rows.init(lengths, GREEDY)))
-            steps = (
-                mixed_steps(rows, decodes, context, chunk, prefix, 10)
-                if chunk
-                else decode_steps(rows, decodes, context, 10)
-            )
-            record["kernels"][name] = table = kernel_times(rows, steps)
-            click.echo(name)
-            for entry in table[:14]:
-                click.echo(f"  {entry['us_a_step']:9.1f} us  {entry['calls_a_step']:6.1f}  {entry['kernel'][:90]}")
+    for decodes, chunk in ((1, 0), (8, 0), (128, 0), (256, 768)) if profiled else ():
+        name = f"{decodes} decodes" + (f" and a chunk of {chunk}" if chunk else "")
+        runner.collect(runner.launch(rows.init([context] * decodes + [chunk] * bool(chunk), GREEDY)))
+        made = mixed_steps(rows, decodes, context, chunk, 0, 10) if chunk else decode_steps(rows, decodes, context, 10)
+        least = floors(runner, decodes, context, chunk, 0)
+        for group, (us, calls) in sorted(kernel_times(rows, made).items(), key=lambda entry: -entry[1][0]):
+            entry = {"step": name, "kernels": group, "us": us, "launches": calls, "floor_us": least.get(group)}
+            record["kernels"].append(entry)
+            floor = f"{least[group]:9.1f} us at least" if group in least else ""
+            click.echo(f"{name:32s} {group:32s} {us:9.1f} us {calls:6.1f} launches {floor}")
     output.write_text(json.dumps(record, indent=1))
 
 
