@@ -220,6 +220,7 @@ def tools() -> SimpleNamespace:
     """The helpers of this file, for tests that need them by name."""
     return SimpleNamespace(
         device=DEVICE,
+        make_model=make_model,
         engine=make_engine,
         core_on=core_on,
         drive=drive,

@@ -107,9 +107,9 @@ def test_every_batch_size(size: int, llm: LLM, llama: Any, tools: SimpleNamespac
     """Bug 19: from one row to one more than there are, so that recorded steps of 1, 2, 4, 8 and 9 rows run with and
     without rows of padding; in whole prompts and in chunks."""
     core = tools.core_on(llm)
-    for budget_used in (MANY[:size], [tokens(3, at) for at in range(size)]):
-        outcome = tools.drive(core, requests(budget_used, greedy(12)))
-        llama.assert_greedy(budget_used, firsts(outcome, size))
+    for prompts in (MANY[:size], [tokens(3, at) for at in range(size)]):
+        outcome = tools.drive(core, requests(prompts, greedy(12)))
+        llama.assert_greedy(prompts, firsts(outcome, size))
         tools.assert_settled(core)
 
 
@@ -180,7 +180,7 @@ def test_aborts_in_every_state(llm: LLM, llama: Any, tools: SimpleNamespace) -> 
         if each in scheduler._waiting:
             return "preempted" if len(each.tokens) > len(each.request.prompt) else "waiting"
         if each in scheduler._prefilling:
-            return "siblings wait" if each.followers else "chunk" if each.num_computed else "admitted"
+            return "siblings wait" if each.followers else "chunk"
         return "decoding"
 
     def aborts(_: int) -> list[str]:
@@ -191,7 +191,7 @@ def test_aborts_in_every_state(llm: LLM, llama: Any, tools: SimpleNamespace) -> 
         return list(new.values())
 
     outcome = tools.drive(core, asked, aborts=aborts, each_turn=lambda _: scheduler.check_integrity())
-    assert {"preempted", "waiting", "siblings wait", "chunk", "decoding"} <= set(seen)
+    assert set(seen) == {"preempted", "waiting", "siblings wait", "chunk", "decoding"}
     left = [at for at in range(len(prompts)) if f"r{at}" not in seen.values()]
     assert {request_id for request_id, _ in outcome.finish} == {f"r{at}" for at in left}
     llama.assert_greedy([prompts[at] for at in left], [outcome.tokens[f"r{at}", 0] for at in left])
@@ -267,7 +267,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("budget", [3 << 30, 0.25], ids=str)
+@pytest.mark.parametrize("budget", [4 << 30, 0.25], ids=str)
 def test_the_driver_sees_no_more_than_the_budget(
     budget: int | float, model_of: Callable[..., Any], tools: SimpleNamespace
 ) -> None:
@@ -276,7 +276,7 @@ def test_the_driver_sees_no_more_than_the_budget(
     total = torch.cuda.get_device_properties(0).total_memory
     allowed = budget * total if isinstance(budget, float) else budget
     before = tools.taken()
-    assert before < 0.8 * allowed
+    assert before < 0.8 * allowed, "something else holds the device's memory"
     model = model_of("llama", vocab_size=4000)
     settings = {"memory_budget": budget, "max_num_seqs": 72, "max_num_batched_tokens": 2048}
     llm = tools.engine(model.folder, **settings)
@@ -287,7 +287,7 @@ def test_the_driver_sees_no_more_than_the_budget(
     llm.generate(prompts, [SamplingParams(seed=1, max_tokens=8, **KINDS[at % 4]) for at in range(len(prompts))])
     assert started <= allowed
     assert tools.taken() <= allowed
-    assert started > 0.85 * allowed
+    assert started > 0.75 * allowed
     tools.assert_settled(llm.core)
 
 

@@ -4,6 +4,7 @@ transformers' in float32, and sampled tokens against the plain-torch sampler and
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +49,7 @@ class Recorder:
     def launch(self, step: Step) -> Any:
         launched = self._runner.launch(step)
         torch.cuda.synchronize()
-        logits = self._runner._forward._logits[: len(step.samples)].float().cpu()
+        logits = self._runner._forward._logits[: len(step.samples)].to("cpu", torch.float32, copy=True)
         for sample, row in zip(step.samples, logits, strict=True):
             request_id = self._scheduler._rows[sample.row].request.request_id
             self.logits.setdefault(request_id, []).append(row)
@@ -114,7 +115,7 @@ def test_logits_in_float32(model_of: Callable[..., Any], tools: SimpleNamespace)
     assert_near(outputs, got, model.logits(PROMPTS, outputs), 2e-5)
 
 
-def test_logits_of_tuned_products(model_of: Callable[..., Any], tools: SimpleNamespace) -> None:
+def test_logits_of_tuned_products(tmp_path: Path, tools: SimpleNamespace) -> None:
     """Two layers of Qwen2.5-0.5B's shape in bfloat16, the products of which are this project's own kernels where they
     were tuned (all of them on an H200), for steps of 1 to 5 rows and of 16 tokens; a group of seven; 151,936 tokens."""
     shape = {
@@ -125,7 +126,7 @@ def test_logits_of_tuned_products(model_of: Callable[..., Any], tools: SimpleNam
         "num_attention_heads": 14,
         "tie_word_embeddings": True,
     }
-    model = model_of("qwen2", dtype=torch.bfloat16, std=0.03, **shape)
+    model = tools.make_model(tmp_path, "qwen2", dtype=torch.bfloat16, std=0.03, **shape)
     llm = tools.engine(model.folder, dtype="bfloat16", max_num_seqs=5, max_num_batched_tokens=16)
     prompts = [tokens(length, length, 151_936) for length in (1, 16, 17, 40, 70)]
     outputs, got = recorded(llm, prompts, 8, tools)
@@ -233,26 +234,34 @@ def together(llm: LLM, tools: SimpleNamespace) -> Texts:
     return texts
 
 
-def assert_same_draws(ours: Texts, theirs: Texts) -> None:
-    """At most one draw in a thousand differs (a sum rounded otherwise moves a bound across its random number); a text
-    is compared up to there."""
-    assert ours.keys() == theirs.keys()
-    compared = differing = 0
-    for key, text in ours.items():
-        other = theirs[key]
-        at = next((at for at, pair in enumerate(zip(text, other, strict=False)) if pair[0] != pair[1]), None)
-        if at is None:
-            assert len(text) == len(other)
-        differing += at is not None
-        compared += len(text) if at is None else at + 1
-    assert differing <= max(compared // 1000, 1 if compared > 300 else 0), f"{differing} of {compared} draws differ"
+def first_difference(text: list[int], other: list[int]) -> int | None:
+    """Where the texts part; None: they are equal."""
+    if text == other:
+        return None
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((at for at, (one, two) in pairs if one != two), min(len(text), len(other)))
+
+
+def assert_same_draws(runs: Sequence[Texts], expected: Texts) -> None:
+    """At most one draw in a thousand differs, or one of few: a sum that is rounded otherwise can move a bound across
+    its random number, and then does so in several runs. A text is compared up to there."""
+    compared, differing = 0, set()
+    for texts in runs:
+        for key, text in texts.items():
+            at = first_difference(text, expected[key])
+            compared += len(text) if at is None else at + 1
+            if at is not None:
+                differing.add(key)
+    assert len(differing) <= 1 + compared // len(runs) // 1000, f"{differing} differ, of {compared} draws"
 
 
 def test_sampling_equals_the_torch_sampler(wide: Any, together: Texts, tools: SimpleNamespace) -> None:
     """All mixtures of parameters against the plain-torch runner on the same device."""
     reference = tools.engine(wide.folder, max_num_seqs=72, max_num_batched_tokens=512, attention="reference")
     assert sum(map(len, together.values())) > 3000
-    assert_same_draws(together, tools.drive(reference.core, SAMPLED).tokens)
+    expected = tools.drive(reference.core, SAMPLED).tokens
+    assert together.keys() == expected.keys()
+    assert_same_draws([together], expected)
 
 
 def test_sampling_alone_equals_sampling_together(llm: LLM, together: Texts, tools: SimpleNamespace) -> None:
@@ -260,20 +269,20 @@ def test_sampling_alone_equals_sampling_together(llm: LLM, together: Texts, tool
     alone: Texts = {}
     for request in SAMPLED[:40]:
         alone |= tools.drive(tools.core_on(llm), [request]).tokens
-    assert_same_draws(alone, {key: together[key] for key in alone})
+    assert_same_draws([alone], together)
 
 
 def test_sampling_after_preemption_and_with_prefix_hits(llm: LLM, together: Texts, tools: SimpleNamespace) -> None:
     """Bugs 21 and 24: so they are in a pool that has them preempt one another all the time, arriving one by one, and
     the second time, out of the cache."""
     small = tools.core_on(llm, num_pages=40)
-    assert_same_draws(tools.drive(small, SAMPLED).tokens, together)
+    assert_same_draws([tools.drive(small, SAMPLED).tokens], together)
     assert small.stats().preemptions > 10
     tools.assert_settled(small)
     core = tools.core_on(llm)
     for _ in range(2):
         outcome = tools.drive(core, SAMPLED, every=1)
-        assert_same_draws(outcome.tokens, together)
+        assert_same_draws([outcome.tokens], together)
     assert sum(outcome.cached.values()) > 300
     tools.assert_settled(core)
 
@@ -287,9 +296,8 @@ def test_sampling_in_every_batch_size(kind: dict[str, Any], llm: LLM, tools: Sim
     alone: Texts = {}
     for request in asked:
         alone |= tools.drive(tools.core_on(llm), [request]).tokens
-    for size in (*range(1, 10), 16, 17, 31, 32, 33, 48, 49, 64, 65, 72):
-        texts = tools.drive(tools.core_on(llm), asked[:size]).tokens
-        assert_same_draws(texts, {key: alone[key] for key in texts})
+    sizes = (*range(1, 10), 16, 17, 31, 32, 33, 48, 49, 64, 65, 72)
+    assert_same_draws([tools.drive(tools.core_on(llm), asked[:size]).tokens for size in sizes], alone)
 
 
 def test_siblings(llm: LLM, tools: SimpleNamespace) -> None:

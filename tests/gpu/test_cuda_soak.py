@@ -21,7 +21,7 @@ VOCAB = 160
 EOS = 3
 PAGES = 24  # of 16 tokens; the longest sequence takes seven
 ROUND = 300  # requests between two looks at everything
-ALONE = 30  # of a round's requests, how many run again alone
+ALONE = 20  # of a round's requests, how many run again alone
 MOST_TURNS = 20_000  # of a round; there is no livelock
 
 
@@ -175,8 +175,8 @@ def llm(model: Any, tools: SimpleNamespace) -> LLM:
 
 
 def test_soak(llm: LLM, model: Any, tools: SimpleNamespace) -> None:
-    """Ten rounds: 3,000 requests."""
-    soak(llm, model, tools, rounds=10)
+    """Eight rounds: 2,400 requests."""
+    soak(llm, model, tools, rounds=8)
 
 
 @pytest.mark.full
