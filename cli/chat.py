@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import click
 
-from cli.requests import chat_request, message
+from cli.requests import chat_request
 from cli.run import Failed
 from cli.settings import Params
-from fulcrum.client import FulcrumClient, FulcrumError
+from fulcrum.client import FulcrumClient, FulcrumError, message
 from fulcrum.v1 import inference_pb2 as pb
 
 _CONNECT_SECONDS = 10.0

@@ -10,13 +10,14 @@ import sys
 import click
 
 from cli import settings
-from cli.requests import chat_request, message, text_request
+from cli.requests import chat_request, text_request
 from cli.run import Failed, clear_errors
 from cli.settings import Params
 from engine.hub import resolve_model
 from engine.llm import LLM
 from engine.messages import SequenceOutput
 from engine.request import RequestRejected
+from fulcrum.client import message
 from fulcrum.v1.inference_pb2 import GenerateResponse
 from service.auth import Caller
 from service.choice import Choice

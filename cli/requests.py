@@ -1,12 +1,8 @@
 """GenerateRequests out of a command's sampling options. Knows the contract alone."""
 
 from cli.settings import Params
+from fulcrum.client import message
 from fulcrum.v1 import inference_pb2 as pb
-
-
-def message(role: str, text: str) -> pb.ChatMessage:
-    """A chat message of plain text."""
-    return pb.ChatMessage(role=role, content=[pb.ContentPart(text=text)])
 
 
 def chat_request(messages: list[pb.ChatMessage], params: Params) -> pb.GenerateRequest:
