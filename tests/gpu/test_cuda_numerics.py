@@ -164,8 +164,7 @@ def long_logits(oracle: Any, prompt: list[int], output: list[int]) -> torch.Tens
 @pytest.mark.parametrize("rope", ROPES)
 def test_long_prompt(rope: str, model_of: Callable[..., Any], tools: SimpleNamespace) -> None:
     """Bug 20: after 32,768 tokens, computed over 16 steps and more beside another sequence's decodes, the logits of the
-    first and of further tokens agree with transformers'. Angles of 32,768 radians are known to 2 ** -9: frequencies
-    multiplied in another order move logits by a thousandth; angles in bfloat16 would be off by whole turns."""
+    first and of further tokens agree with transformers'. Angles in bfloat16 would be off by whole turns."""
     model = model_of("llama", num_hidden_layers=2, max_position_embeddings=40_960, rope_parameters=ROPES[rope])
     prompts = [tokens(LENGTH, 1), tokens(100, 2)]
     llm = tools.engine(model.folder, max_num_seqs=2, max_num_batched_tokens=2048)
@@ -173,7 +172,7 @@ def test_long_prompt(rope: str, model_of: Callable[..., Any], tools: SimpleNames
     assert llm.core._runner.num_pages * llm.info.page_size > LENGTH
     model.oracle.to(tools.device).set_attn_implementation("sdpa")
     expected = [long_logits(model.oracle, *each) for each in zip(prompts, outputs, strict=True)]
-    assert_near(outputs, got, expected, 1e-3)
+    assert_near(outputs, got, expected, 1e-4)
 
 
 # Sampling.
