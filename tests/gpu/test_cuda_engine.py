@@ -259,7 +259,7 @@ def test_warm_up_leaves_the_pool_at_zero(llama: Any, tools: SimpleNamespace) -> 
     assert runner._kv_cache.count_nonzero() == 0
 
 
-KINDS = [
+KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.8},
     {"temperature": 1.2, "top_p": 0.9, "top_k": 20},
