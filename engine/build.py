@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.device import LoadedModel, load_model
+from engine.grammar import Grammars
 from engine.messages import CoreInfo
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
@@ -25,6 +26,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[EngineCo
     runner = _runner(config, load_model(config, progress=progress))
     model, limits = runner.model_config, config.step_limits(runner.device.type)
     kind = StaticScheduler if config.scheduler == "static" else Scheduler
+    grammars = Grammars()
     scheduler = kind(
         num_pages=runner.num_pages,
         page_size=config.page_size,
@@ -37,6 +39,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[EngineCo
         chunked_prefill=config.chunked_prefill,
         reserve_full_length=config.reserve_full_length,
         seed=config.seed,
+        grammars=grammars,
     )
     runner.warm_up()
     info = CoreInfo(
@@ -52,7 +55,8 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[EngineCo
         max_num_batched_tokens=limits.max_num_batched_tokens,
         version=importlib.metadata.version("fulcrum-llm"),
     )
-    return EngineCore(scheduler, runner, overlap=int(config.overlap and runner.device.type == "cuda")), info
+    overlap = int(config.overlap and runner.device.type == "cuda")
+    return EngineCore(scheduler, runner, overlap=overlap, grammars=grammars), info
 
 
 def _runner(config: EngineConfig, model: LoadedModel) -> "ModelRunner | GpuRunner":

@@ -3,12 +3,14 @@
 import asyncio
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self, TypeVar
 
 import msgspec
 
 from engine.frames import HEADER_BYTES, frame_length, to_frame
+from engine.grammar import GrammarError, Vocabulary
 from engine.messages import (
     Abort,
     AbortReply,
@@ -19,6 +21,8 @@ from engine.messages import (
     CountReply,
     EndSequences,
     FromCore,
+    GrammarReply,
+    LoadGrammar,
     Outputs,
     RequestStart,
     SequenceOutput,
@@ -28,7 +32,8 @@ from engine.messages import (
 )
 from engine.request import FinishReason, RejectReason, Request, RequestRejected
 
-_Reply = TypeVar("_Reply", StatsReply, CountReply, AbortReply)
+_Answer = StatsReply | CountReply | AbortReply | GrammarReply
+_Reply = TypeVar("_Reply", StatsReply, CountReply, AbortReply, GrammarReply)
 _Event = RequestStart | list[SequenceOutput]
 
 
@@ -140,7 +145,9 @@ class CoreClient:
         self._streams: dict[str, RequestStream] = {}
         # By id: answers still to come to submits whose caller has gone. The id may be in use again by then.
         self._unclaimed: Counter[str] = Counter()
-        self._calls: dict[int, asyncio.Future[StatsReply | CountReply | AbortReply]] = {}
+        self._calls: dict[int, asyncio.Future[_Answer]] = {}
+        self._grammars: set[str] = set()  # that the core has said to hold
+        self._knows_vocabulary = False
         self._call_ids = itertools.count(1)
         self._closed = asyncio.Event()
         self._state_changed = asyncio.Event()
@@ -207,6 +214,26 @@ class CoreClient:
         call_id = next(self._call_ids)
         return (await self._ask(Abort(request_ids, call_id), call_id, AbortReply)).request_ids
 
+    async def load_grammar(self, key: str, data: bytes, vocabulary: Callable[[], Vocabulary]) -> None:
+        """Lets the core hold a compiled grammar, unless it is known to. A request names it by its key.
+
+        A core that lacks the room forgets it at some time: `submit` is refused as UNKNOWN_GRAMMAR then; load it again.
+
+        Args:
+            vocabulary: asked once, for the first grammar.
+
+        Raises GrammarError, CoreDied.
+        """
+        if key in self._grammars:
+            return
+        first = None if self._knows_vocabulary else vocabulary()
+        self._knows_vocabulary = True
+        call_id = next(self._call_ids)
+        reply = await self._ask(LoadGrammar(call_id, key, data, first), call_id, GrammarReply)
+        if reply.error:
+            raise GrammarError(reply.error)
+        self._grammars.add(key)
+
     # --- calls
 
     async def stats(self) -> CoreStats:
@@ -240,7 +267,7 @@ class CoreClient:
         return await self._ask(Call(call_id, method), call_id, kind)
 
     async def _ask(self, message: ToCore, call_id: int, kind: type[_Reply]) -> _Reply:
-        answer: asyncio.Future[StatsReply | CountReply | AbortReply] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
         self._send(message)
         self._calls[call_id] = answer
         try:
@@ -272,7 +299,7 @@ class CoreClient:
         match message:
             case Outputs():
                 self._dispatch_outputs(message)
-            case StatsReply() | CountReply() | AbortReply():
+            case StatsReply() | CountReply() | AbortReply() | GrammarReply():
                 answer = self._calls.get(message.call_id)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
@@ -291,6 +318,8 @@ class CoreClient:
                 stream.accepted.set_result(None)
         for rejected in outputs.rejected:
             stream = None if self._is_unclaimed(rejected.request_id) else streams.pop(rejected.request_id, None)
+            if rejected.reason is RejectReason.UNKNOWN_GRAMMAR:
+                self._grammars.clear()  # which of them is gone is not known here
             if stream is not None and not stream.accepted.done():
                 stream.accepted.set_exception(RequestRejected(rejected.reason, rejected.message, rejected.field))
         for start in outputs.started:

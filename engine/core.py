@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from engine.grammar import Grammars
 from engine.messages import CoreStats
 from engine.pacing import Pacer
 from engine.request import FinishReason
@@ -43,8 +44,16 @@ class Turn:
 class EngineCore:
     """Turns the scheduler's steps into tokens."""
 
-    def __init__(self, scheduler: Scheduler | StaticScheduler, runner: Runner, *, overlap: int = 0) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler | StaticScheduler,
+        runner: Runner,
+        *,
+        overlap: int = 0,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.scheduler = scheduler
+        self.grammars = grammars or Grammars()
         self._runner = runner
         self._overlap = overlap
         self._in_flight: deque[tuple[Step, Any, bool]] = deque()
@@ -96,7 +105,7 @@ class EngineCore:
         self._pacer.collected(result.busy_seconds, time.monotonic())
         computed = time.perf_counter()
         updates = self.scheduler.update(step, result)
-        if result.failed:
+        if result.failed or step.masks:
             for update in updates:
                 if update.finish is FinishReason.ERROR:
                     logger.error("request %s, sequence %d: %s", update.request_id, update.index, update.message)

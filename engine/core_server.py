@@ -1,15 +1,17 @@
 """The core's loop behind a Unix socket: messages in at step boundaries, one batched message a turn and client out.
 
 One thread does everything: between two steps it reads what has arrived, and it blocks only when there is nothing to
-compute. A client that goes away has its requests aborted; the kernel tells at once, however it
-died.
+compute. Only compiled grammars are read back in a second thread, since that may take longer than a step. A client that
+goes away has its requests aborted; the kernel tells at once, however it died.
 """
 
 import contextlib
 import logging
+import queue
 import selectors
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,6 +19,7 @@ import msgspec
 
 from engine.core import EngineCore, Turn
 from engine.frames import FrameError, take_frames, to_frame
+from engine.grammar import GrammarError, Vocabulary
 from engine.messages import (
     Abort,
     AbortReply,
@@ -26,6 +29,8 @@ from engine.messages import (
     CountReply,
     EndSequences,
     FromCore,
+    GrammarReply,
+    LoadGrammar,
     RequestAccepted,
     RequestRejection,
     RequestStart,
@@ -63,6 +68,7 @@ class _Connection:
         self.outbox = bytearray()
         self.request_ids: set[str] = set()
         self.outputs = _Outputs([], [], [], [])
+        self.vocabulary: Vocabulary | None = None
 
     def take_outputs(self) -> _Outputs | None:
         """What has gathered for this client since the last call."""
@@ -102,7 +108,9 @@ class CoreServer:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_out.setblocking(False)
-        self._selector.register(self._wake_out, selectors.EVENT_READ, lambda: self._wake_out.recv(64))
+        self._selector.register(self._wake_out, selectors.EVENT_READ, self._woken)
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._loaded: queue.SimpleQueue[tuple[_Connection, GrammarReply]] = queue.SimpleQueue()
         self._lifeline = lifeline
         if lifeline is not None:
             self._selector.register(lifeline, selectors.EVENT_READ, self.stop)
@@ -110,8 +118,16 @@ class CoreServer:
     def stop(self) -> None:
         """Ends `run` at the next step boundary. Safe in a signal handler."""
         self._stopping = True
+        self._wake()
+
+    def _wake(self) -> None:
         with contextlib.suppress(OSError):  # closed: `run` has ended meanwhile
             self._wake_in.send(b"\0")
+
+    def _woken(self) -> None:
+        self._wake_out.recv(64)
+        while not self._loaded.empty():
+            self._post(*self._loaded.get())
 
     def run(self) -> None:
         """Serves until `stop` is called or the lifeline ends."""
@@ -129,6 +145,7 @@ class CoreServer:
                     self._flush()
                     self._log.tick(time.monotonic() - began)
         finally:
+            self._loader.shutdown(wait=False, cancel_futures=True)
             for connection in list(self._connections.values()):
                 self._drop(connection, "the core stops")
             self._selector.close()
@@ -237,6 +254,25 @@ class CoreServer:
                     self._post(connection, AbortReply(message.call_id, live))
             case Call():
                 self._call(connection, message)
+            case LoadGrammar():
+                connection.vocabulary = message.vocabulary or connection.vocabulary
+                self._loader.submit(self._load, connection, message, connection.vocabulary)
+
+    def _load(self, connection: _Connection, message: LoadGrammar, vocabulary: Vocabulary | None) -> None:
+        """Runs in the loader's thread."""
+        error = ""
+        try:
+            if vocabulary is None:
+                raise GrammarError("no vocabulary has come on this connection")
+            if message.key not in self._core.grammars:
+                self._core.grammars.load(message.key, message.data, vocabulary)
+        except GrammarError as failure:
+            error = str(failure)
+        except Exception:  # XGrammar cannot be imported, for one: told to the one who asked
+            logger.exception("a grammar could not be loaded")
+            error = "the engine cannot load grammars"
+        self._loaded.put((connection, GrammarReply(message.call_id, error)))
+        self._wake()
 
     def _submit(self, connection: _Connection, message: Submit) -> None:
         request = message.request

@@ -5,6 +5,7 @@ A frame is a 4-byte little-endian length and a msgpack array whose first entry i
 
 import msgspec
 
+from engine.grammar import Vocabulary
 from engine.request import FinishReason, RejectReason, Request
 
 
@@ -32,6 +33,18 @@ class Call(msgspec.Struct, tag="call", array_like=True):
 
     call_id: int
     method: str  # "stats" | "flush_cache" | "drain"
+
+
+class LoadGrammar(msgspec.Struct, tag="grammar", array_like=True):
+    """Client to core: hold this compiled grammar for requests that name its key; has one GrammarReply.
+
+    `vocabulary` comes with the first one of a connection.
+    """
+
+    call_id: int
+    key: str
+    data: bytes
+    vocabulary: Vocabulary | None = None
 
 
 class CoreInfo(msgspec.Struct, tag="info", array_like=True):
@@ -143,11 +156,18 @@ class AbortReply(msgspec.Struct, tag="aborted", array_like=True):
     request_ids: list[str]
 
 
+class GrammarReply(msgspec.Struct, tag="loaded", array_like=True):
+    """Answer to LoadGrammar: "", or why the core cannot hold it."""
+
+    call_id: int
+    error: str
+
+
 class CoreState(msgspec.Struct, tag="state", array_like=True):
     """Core to every client, whenever it changes: a draining core takes no new requests."""
 
     draining: bool
 
 
-ToCore = Submit | EndSequences | Abort | Call
-FromCore = CoreInfo | CoreState | Outputs | StatsReply | CountReply | AbortReply
+ToCore = Submit | EndSequences | Abort | Call | LoadGrammar
+FromCore = CoreInfo | CoreState | Outputs | StatsReply | CountReply | AbortReply | GrammarReply

@@ -22,6 +22,7 @@ class Plan:
     works: list[RowWork] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    masks: list[tuple[int, bytes]] = field(default_factory=list)
 
     def step(self) -> Step:
         """What has been planned."""
@@ -32,4 +33,5 @@ class Plan:
             works=tuple(self.works),
             samples=tuple(self.samples),
             copies=tuple(self.copies),
+            masks=tuple(self.masks),
         )

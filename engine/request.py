@@ -20,7 +20,8 @@ class SamplingParams:
     """How tokens are chosen, with every default already applied (the service resolves unset fields).
 
     Order of effects: on the raw logits logit_bias, repetition_penalty, presence_penalty and frequency_penalty; user
-    logits processors; the min_tokens mask; temperature; then top_k, top_p (of what top_k leaves) and min_p.
+    logits processors; the mask of min_tokens, or of the grammar; temperature; then top_k, top_p (of what top_k leaves)
+    and min_p.
 
     Args:
         temperature: 0 is greedy (anything below 1e-5 is taken as 0).
@@ -66,6 +67,8 @@ class Request:
         salt: prefixes are shared only between requests of the same salt.
         bypass_cache: neither reads nor fills the prefix cache.
         arrival: time.monotonic() at the service, seconds.
+        grammar: key of the grammar that the text must follow (`engine.grammar`), "" for none. It decides alone when the
+            text may end: ignore_eos is without effect, and min_tokens bars stop tokens only while others may come.
     """
 
     request_id: str
@@ -75,6 +78,7 @@ class Request:
     salt: str = ""
     bypass_cache: bool = False
     arrival: float = 0.0
+    grammar: str = ""
 
 
 class RejectReason(enum.IntEnum):
@@ -87,6 +91,7 @@ class RejectReason(enum.IntEnum):
     TOO_LARGE = 3
     QUEUE_FULL = 4
     DRAINING = 5
+    UNKNOWN_GRAMMAR = 6  # not held (any more): it is to be loaded first
 
 
 class RequestRejected(Exception):

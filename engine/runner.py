@@ -92,7 +92,7 @@ class ModelRunner:
             pages = torch.tensor(update.pages, dtype=torch.int32)
             self._page_table[update.row, update.first : update.first + len(update.pages)] = pages.to(self.device)
         hidden = self._forward(step.works) if step.works else None
-        sampled = self._sample(hidden, step.works, step.samples)
+        sampled = self._sample(hidden, step)
         if step.copies:
             sources, destinations = torch.tensor(step.copies, device=self.device).T
             self._kv_cache.index_copy_(1, destinations, self._kv_cache.index_select(1, sources))
@@ -150,8 +150,9 @@ class ModelRunner:
         )
         return self._decoder.forward(tokens, positions, self._kv_cache, plan)
 
-    def _sample(self, hidden: Tensor | None, works: tuple[RowWork, ...], samples: tuple[Sample, ...]) -> Tensor:
+    def _sample(self, hidden: Tensor | None, step: Step) -> Tensor:
         """Draws and appends the samples' tokens; returns (2, N) int64: tokens, and which of them failed."""
+        works, samples = step.works, step.samples
         if hidden is None or not samples:
             return torch.empty(2, 0, dtype=torch.int64, device=self.device)
         last = np.cumsum([work.length for work in works]) - 1
@@ -162,7 +163,7 @@ class ModelRunner:
             logits = logits[torch.tensor([used.index(sample.work) for sample in samples], device=self.device)]
         rows = [sample.row for sample in samples]
         lengths = [self._num_tokens[row] for row in rows]
-        tokens, failed = self._sampler.sample(logits, rows, self._token_ids, lengths)
+        tokens, failed = self._sampler.sample(logits, rows, self._token_ids, lengths, step.masks)
         at = (torch.tensor(rows, device=self.device), torch.tensor(lengths, device=self.device))
         self._token_ids.index_put_(at, tokens.int())
         for row in rows:

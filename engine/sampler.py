@@ -36,6 +36,8 @@ LEAST_REPETITION_PENALTY: Final = 1e-5
 
 
 Integers = NDArray[np.integer[Any]]
+# (position among the rows, bits of the tokens that may be drawn), as in Step.masks.
+Masks = Sequence[tuple[int, bytes]]
 
 
 class _Uses(enum.IntFlag):
@@ -140,7 +142,7 @@ class Sampler:
         self._ints[:, row] = (min(params.top_k, self._vocab_size), seed, init.index, init.prompt_length)
 
     def sample(
-        self, logits: Tensor, rows: Sequence[int], token_ids: Tensor, num_tokens: Sequence[int]
+        self, logits: Tensor, rows: Sequence[int], token_ids: Tensor, num_tokens: Sequence[int], masks: Masks = ()
     ) -> tuple[Tensor, Tensor]:
         """One token for each row, that depends on that row alone.
 
@@ -149,6 +151,7 @@ class Sampler:
             rows: N rows, each added before.
             token_ids: (max_num_seqs, max_len) int32: every row's tokens, prompt first.
             num_tokens: N: how many tokens of each row are known. Anything may stand behind them.
+            masks: of the rows that a grammar limits.
 
         Returns:
             (N,) int64 tokens, and (N,) bool: whose logits (after user processors and masks) hold a NaN or +inf, or
@@ -158,7 +161,7 @@ class Sampler:
             LogitsProcessorError: a user's processor raised, or returned something that is not logits.
         """
         batch = self._batch(rows, num_tokens)
-        logits = self._adjust(logits, batch, token_ids)
+        logits = self._allow(self._adjust(logits, batch, token_ids), masks)
         random = self._positions(batch, _Uses.RANDOM)
         if random.size and random.size == batch.host_row.size:
             largest = logits.amax(-1)  # twenty times cheaper on a CPU than with the index
@@ -185,13 +188,15 @@ class Sampler:
         masked = num_tokens < self._masked_until[rows]
         return bool(self._processors) or bool((self._uses[rows] & stages).any()) or bool(masked.any())
 
-    def adjust(self, logits: Tensor, rows: Integers, token_ids: Tensor, num_tokens: Integers) -> Tensor:
+    def adjust(
+        self, logits: Tensor, rows: Integers, token_ids: Tensor, num_tokens: Integers, masks: Masks = ()
+    ) -> Tensor:
         """The first half of `sample`, whose arguments it takes: the logits as a token is chosen from them.
 
         Raises:
             LogitsProcessorError: a user's processor raised, or returned something that is not logits.
         """
-        return self._adjust(logits, self._batch(rows, num_tokens), token_ids)
+        return self._allow(self._adjust(logits, self._batch(rows, num_tokens), token_ids), masks)
 
     def _batch(self, rows: Sequence[int] | Integers, num_tokens: Sequence[int] | Integers) -> _Batch:
         row, length = np.asarray(rows, dtype=np.int64), np.asarray(num_tokens, dtype=np.int64)
@@ -228,6 +233,16 @@ class Sampler:
         if masked.size:
             logits = logits.index_put(self._entries(self._stop_ids, batch, masked), logits.new_tensor(-torch.inf))
         return logits
+
+    def _allow(self, logits: Tensor, masks: Masks) -> Tensor:
+        """Leaves -inf where a mask has no bit."""
+        if not masks:
+            return logits
+        at = self._put(np.array([position for position, _ in masks], np.int64))
+        octets = self._put(np.frombuffer(b"".join(bits for _, bits in masks), np.uint8).reshape(len(masks), -1).copy())
+        bits = octets.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=self._device) & 1
+        barred = bits.flatten(1)[:, : self._vocab_size] == 0
+        return logits.index_copy(0, at, logits[at].masked_fill(barred, -torch.inf))
 
     def _draw(self, logits: Tensor, largest: Tensor, batch: _Batch) -> Tensor:
         """Temperature, top_k, top_p, min_p, and a token out of what is left."""
@@ -281,5 +296,5 @@ class Sampler:
             rows.append(LogitsRow(token_ids[row, :length], init.prompt_length, init.index, init.params))
         return rows
 
-    def _put(self, array: NDArray[np.int64] | NDArray[np.float32] | NDArray[np.float64]) -> Tensor:
+    def _put(self, array: Integers | NDArray[np.float32] | NDArray[np.float64]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -18,6 +18,7 @@ Rules kept here:
   do not fit are passed by, each MAX_OVERTAKEN times at most; then nobody of a later rank is admitted before it.
 - With full-length reservation a sequence gets, when it is admitted, the pages of its prompt and all its max_tokens, as
   engines without paging do, and never lacks one afterwards.
+- A sequence with a grammar draws a token only when the one before it has been collected: that one says what may come.
 - Without chunked prefill, prompts come before decodes and wait for a step that takes them whole; only a prompt beyond
   the whole budget is cut.
 """
@@ -30,6 +31,7 @@ from operator import attrgetter
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.pool import IntegrityError
+from engine.grammar import Matcher, Matchers
 from engine.limits import Limits
 from engine.messages import CoreStats
 from engine.plan import Plan
@@ -61,6 +63,7 @@ class Scheduler:
         chunked_prefill: cut prompts to the budget that decodes leave.
         reserve_full_length: admit only with pages for prompt and max_tokens; kept to measure against.
         seed: of the seeds minted for requests without one (None: new at every start).
+        grammars: makes the matchers of requests that have a grammar.
     """
 
     def __init__(
@@ -77,8 +80,10 @@ class Scheduler:
         chunked_prefill: bool = True,
         reserve_full_length: bool = False,
         seed: int | None = None,
+        grammars: Matchers | None = None,
     ) -> None:
         self.draining = False
+        self._grammars = grammars
         self._limits = Limits(max_model_len, vocab_size, num_pages * page_size)
         self._cache = KVCache(num_pages, page_size, prefix_cache=prefix_cache)
         self._budget = max_num_batched_tokens
@@ -117,6 +122,7 @@ class Scheduler:
                 message = f"a request {request.request_id!r} is live"
                 raise RequestRejected(RejectReason.DUPLICATE_ID, message, "request_id")
             self._limits.check(request)
+            matchers = self._matchers(request)
         except RequestRejected:
             self._stats.requests_rejected += 1
             raise
@@ -134,9 +140,10 @@ class Scheduler:
                 rank=(-request.priority, self._arrivals, index),
                 max_length=len(request.prompt) + params.max_tokens,
                 stops=stops,
-                stop_mask=tuple(stops) if params.min_tokens else (),
+                stop_mask=tuple(stops) if params.min_tokens and not request.grammar else (),
                 tokens=list(request.prompt),
                 num_tokens=len(request.prompt),
+                matcher=matchers[index],
             )
             for index in range(params.n)
         ]
@@ -144,6 +151,16 @@ class Scheduler:
         self._new.add(request.request_id)
         self._num_sequences += params.n
         self._enqueue(sequences)
+
+    def _matchers(self, request: Request) -> list[Matcher | None]:
+        """One for each continuation. Raises: RequestRejected where the request's grammar is not held."""
+        if not request.grammar:
+            return [None] * request.params.n
+        source = self._grammars
+        made = [None if source is None else source.matcher(request.grammar) for _ in range(request.params.n)]
+        if None in made:
+            raise RequestRejected(RejectReason.UNKNOWN_GRAMMAR, "the engine does not hold this grammar", "constraint")
+        return made
 
     def _enqueue(self, siblings: list[Sequence]) -> None:
         """Queues the first of these; the others wait for it to have the prompt computed."""
@@ -221,11 +238,16 @@ class Scheduler:
             # It may just have been preempted, or its last token may be in flight.
             if sequence.state is not State.RUNNING or sequence.num_tokens >= sequence.max_length:
                 continue
+            matcher = sequence.matcher
+            if matcher is not None and sequence.num_tokens > len(sequence.tokens):
+                continue
             position = sequence.num_computed
             if position == len(sequence.pages) * page_size and not self._grow(plan, sequence, 1):
                 continue
             row = sequence.row
             # The plain constructor of a tuple: a named one's own takes three times as long, for every token.
+            if matcher is not None:
+                self._limit(plan, sequence, matcher)
             samples.append(_tuple(Sample, (len(works), row)))
             works.append(_tuple(RowWork, (row, position, 1)))
             sequence.num_computed = position + 1
@@ -324,10 +346,19 @@ class Scheduler:
 
     def _draw(self, plan: Plan, sequence: Sequence) -> None:
         """The sequence draws its first token in this row, from the work planned last."""
+        if sequence.matcher is not None:
+            self._limit(plan, sequence, sequence.matcher)
         plan.samples.append(Sample(len(plan.works) - 1, sequence.row))
         sequence.num_tokens += 1
         sequence.last_step = plan.step_id
         self._decoding[sequence] = None
+
+    def _limit(self, plan: Plan, sequence: Sequence, matcher: Matcher) -> None:
+        """The next sample of the step, which is the sequence's, is limited to what its grammar allows."""
+        early = len(sequence.tokens) - len(sequence.request.prompt) < sequence.request.params.min_tokens
+        mask = matcher.mask(sequence.stops if early else ())
+        if mask is not None:
+            plan.masks.append((len(plan.samples), mask))
 
     def _fork(self, plan: Plan, leader: Sequence, sibling: Sequence) -> None:
         """A sibling goes on from the leader's prompt, or queues on its own if there is no row or page for it."""
@@ -432,6 +463,13 @@ class Scheduler:
             finish = sequence.stops.get(token)
             if finish is not None and len(tokens) - len(request.prompt) <= request.params.min_tokens:
                 finish = None
+            if sequence.matcher is not None:
+                if not sequence.matcher.accept(token):
+                    updates.append(self._fail(sequence, f"its grammar does not allow token {token}"))
+                    failures += 1
+                    continue
+                if sequence.matcher.terminated:
+                    finish = FinishReason.EOS
             if finish is None and len(tokens) >= sequence.max_length:
                 finish = FinishReason.LENGTH
             if sequence.num_computed - sequence.num_cached >= page_size:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.cache.radix import Node
+from engine.grammar import Matcher
 from engine.request import FinishReason, Request
 
 
@@ -41,6 +42,7 @@ class Sequence:
         stops: token ids that end the sequence, and the reason.
         stop_mask: the same ids if min_tokens bars them at first, else empty.
         tokens: every collected token, prompt first. Never a placeholder.
+        matcher: where the text stands in its grammar, after all of `tokens`; None without a grammar.
         num_tokens: tokens collected or being sampled by a step in flight.
         num_computed: tokens whose K and V are computed by scheduled steps; chases num_tokens.
         num_cached: tokens whose pages have been offered to the tree, a multiple of the page size.
@@ -73,3 +75,4 @@ class Sequence:
     overtaken: int = 0
     followers: "list[Sequence]" = field(default_factory=list)
     leader: "Sequence | None" = None
+    matcher: Matcher | None = None

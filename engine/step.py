@@ -78,6 +78,8 @@ class Step:
     samples: tuple[Sample, ...]
     # (source page, destination page): whole pages copied after the forward pass.
     copies: tuple[tuple[int, int], ...] = ()
+    # (index into samples, the token ids that may be drawn: a bit each, least significant first, in whole int32 words).
+    masks: tuple[tuple[int, bytes], ...] = ()
 
     @property
     def num_tokens(self) -> int:

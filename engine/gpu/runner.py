@@ -22,7 +22,7 @@ from engine.gpu.inputs import Ints, RowState, Shape, StepInputs, on_device, pinn
 from engine.logits import load_logits_processors
 from engine.model.errors import ModelError
 from engine.request import SamplingParams
-from engine.sampler import Sampler
+from engine.sampler import Masks, Sampler
 from engine.step import RowInit, RowWork, Sample, Step, StepResult
 from kernels.gpu import sampling
 from kernels.gpu.rows import append_tokens, copy_pages, write_runs
@@ -117,7 +117,7 @@ class GpuRunner:
                 shape = self._inputs.send(step, self._num_tokens, self._padded)
                 self._run("chunks" if shape.chunks else "decodes", shape.tokens)
                 if shape.num_samples:
-                    self._run_head(shape, rows, lengths)
+                    self._run_head(shape, rows, lengths, step.masks)
             if step.copies:
                 copy_pages(on_device(np.array(step.copies, np.int32), self.device), self._kv_cache)
             ended = self._event()
@@ -162,10 +162,10 @@ class GpuRunner:
     def _run(self, kind: str, size: int) -> None:
         self._graphs.run((kind, size), partial(self._launch, kind, size))
 
-    def _run_head(self, shape: Shape, rows: Ints, lengths: Ints) -> None:
+    def _run_head(self, shape: Shape, rows: Ints, lengths: Ints, masks: Masks) -> None:
         """Draws and appends the samples' tokens."""
-        if self._sampler.adjusts(rows, lengths):
-            self._adjusted_head(shape, rows, lengths)
+        if masks or self._sampler.adjusts(rows, lengths):
+            self._adjusted_head(shape, rows, lengths, masks)
         else:
             kind = "filtered" if self._sampler.filters(rows) else "drawn" if self._sampler.draws(rows) else "greedy"
             self._run(kind, shape.samples)
@@ -186,13 +186,14 @@ class GpuRunner:
             sampling.sample(logits, rows, lengths, state.params, tokens, failed, self._scratch, filters=filters)
         append_tokens(rows, lengths, tokens, state.token_ids)
 
-    def _adjusted_head(self, shape: Shape, rows: Ints, lengths: Ints) -> None:
+    def _adjusted_head(self, shape: Shape, rows: Ints, lengths: Ints, masks: Masks) -> None:
         """As the head's graphs, with the logits changed on the way by bias, penalties, masks or users' processors."""
         inputs, state = self._inputs, self._state
         logits = self._forward.logits(inputs, shape.samples)
         for first in range(0, shape.num_samples, _ADJUSTED):
             part = slice(first, min(first + _ADJUSTED, shape.num_samples))
-            adjusted = self._sampler.adjust(logits[part].float(), rows[part], state.token_ids, lengths[part])
+            limits = [(index - first, mask) for index, mask in masks if part.start <= index < part.stop]
+            adjusted = self._sampler.adjust(logits[part].float(), rows[part], state.token_ids, lengths[part], limits)
             out = (self._sampled[0, part], self._sampled[1, part])
             at = (inputs.sample_rows[part], inputs.lengths[part])
             sampling.sample(adjusted.contiguous(), *at, state.params, *out, self._scratch)
