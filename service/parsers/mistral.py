@@ -1,0 +1,56 @@
+"""Mistral: [TOOL_CALLS] and an array of {"name": "f", "arguments": {…}}; newer ones [TOOL_CALLS]f[ARGS]{…} for each."""
+
+from typing import Any
+
+from service.parsers.call_reader import CallObject, NamedCall
+from service.parsers.tool_parser import ToolParser
+
+
+class Mistral(ToolParser):
+    """Takes both forms, whichever the text has."""
+
+    opening = "[TOOL_CALLS]"
+    markers = (opening, "[ARGS]", "[CALL_ID]")
+    separator = ", "
+
+    def __init__(self, names: frozenset[str]) -> None:
+        """As ToolParser."""
+        super().__init__(names)
+        self._in_array = False
+
+    def _opened(self, lead: str) -> None:
+        self._lead, self._mode, self._in_array = lead, self._form, False
+
+    def _form(self, text: str) -> str:
+        """Behind the marker: the first character tells the form."""
+        body = text.lstrip()
+        self._lead += text[: len(text) - len(body)]
+        if body[:1] == "[":
+            self._in_array = True
+            self._read(CallObject(self._calls), self._lead + "[")
+            return body[1:]
+        if body:
+            self._read(CallObject(self._calls) if body[0] == "{" else NamedCall(self._calls), self._lead)
+        return body
+
+    def _behind(self, text: str) -> str:
+        text = text.lstrip()
+        if not text:
+            return ""
+        if self._in_array and text[0] == ",":
+            self._read(CallObject(self._calls), ",")
+            return text[1:]
+        self._mode = self._skip
+        return text[1:] if self._in_array and text[0] == "]" else text
+
+    @staticmethod
+    def around_arguments(name: str) -> tuple[str, str]:
+        """As ToolParser."""
+        return f'{{"name": "{name}", "arguments": ', "}"
+
+    @staticmethod
+    def around_calls(calls: dict[str, Any]) -> dict[str, Any]:
+        """An array behind the marker, which is one special token."""
+        marker = {"type": "token", "token": "[TOOL_CALLS]"}
+        brackets = [{"type": "const_string", "value": bracket} for bracket in "[]"]
+        return {"type": "sequence", "elements": [marker, brackets[0], calls, brackets[1]]}

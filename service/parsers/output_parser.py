@@ -1,0 +1,58 @@
+"""The text of one answer, in the order in which models write: reasoning, then content and tool calls."""
+
+from service.parsers.events import CallEnd, CallStart, Content, Event
+from service.parsers.think import Think
+from service.parsers.tool_parser import ToolParser
+
+
+class OutputParser:
+    """Joins the parsers of one answer.
+
+    Attributes:
+        calls: how many tool calls have begun.
+        complete: the one call that is wanted is there: whatever follows is not.
+    """
+
+    def __init__(self, think: Think | None, tools: ToolParser | None, *, parallel: bool = True) -> None:
+        """Takes fresh parsers. `parallel`: more than one call may come."""
+        self._think = think
+        self._tools = tools
+        self._parallel = parallel
+        self.calls = 0
+        self.complete = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that comes is content."""
+        return self._tools is None and (self._think is None or self._think.passed)
+
+    def feed(self, text: str) -> list[Event]:
+        """Takes the next piece of the text; returns what is known by now."""
+        if not text:
+            return []
+        return self._through(self._think.feed(text) if self._think is not None else [Content(text)])
+
+    def finish(self) -> list[Event]:
+        """The text has ended: returns what was held back."""
+        events = self._through(self._think.finish() if self._think is not None else [])
+        return events + (self._counted(self._tools.finish()) if self._tools is not None else [])
+
+    def _through(self, events: list[Event]) -> list[Event]:
+        """Lets the tool parser read the content."""
+        if self._tools is None:
+            return events
+        parsed: list[Event] = []
+        for event in events:
+            parsed += self._tools.feed(event.text) if isinstance(event, Content) else [event]
+        return self._counted(parsed)
+
+    def _counted(self, events: list[Event]) -> list[Event]:
+        if self.complete:
+            return []
+        for position, event in enumerate(events):
+            if isinstance(event, CallStart):
+                self.calls += 1
+            elif isinstance(event, CallEnd) and not self._parallel:
+                self.complete = True
+                return events[: position + 1]
+        return events

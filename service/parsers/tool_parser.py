@@ -1,0 +1,114 @@
+"""What every tool parser shares: content up to a marker, a call, what comes behind it. Knows no format."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from service.parsers.call_reader import CallObject, CallReader
+from service.parsers.events import Content, Event
+from service.parsers.until import Until
+
+
+class ToolParser(ABC):
+    """Finds tool calls in a text that comes in pieces.
+
+    The joined events do not depend on how the text was cut. What may become a call is held back until that is known,
+    and nothing else is. What turns out not to be a call is content, as it was. Blanks beside a call belong to it.
+
+    A subclass says what begins a call (`opening`), what follows one (`_behind`), how calls are written, and, where that
+    is not one JSON object behind each opening, how they are read (`_opened`).
+    """
+
+    opening: ClassVar[str]  # the marker before a call
+    markers: ClassVar[tuple[str, ...]]  # texts that must be seen, though they may be special tokens
+    separator: ClassVar[str]  # between two calls, as the model was taught to write it
+
+    def __init__(self, names: frozenset[str]) -> None:
+        """Takes the names of the tools."""
+        self._names = names
+        self._calls = 0
+        self._events: list[Event] = []
+        self._until = Until(self.opening)
+        self._mode: Callable[[str], str] = self._content
+        self._reader: CallReader | None = None
+        self._lead = ""  # what stands before the reader's text
+
+    def feed(self, text: str) -> list[Event]:
+        """Takes the next piece of the text; returns what is known by now."""
+        while text:
+            text = self._mode(text)
+        return self._taken()
+
+    def finish(self) -> list[Event]:
+        """The text has ended: returns what was held back."""
+        if self._reader is not None:
+            self._events += self._reader.finish()
+            self._settle()
+        self._say(self._until.finish() + self._lead)
+        self._lead = ""
+        return self._taken()
+
+    @staticmethod
+    @abstractmethod
+    def around_arguments(name: str) -> tuple[str, str]:
+        """What stands before and behind the arguments of a call of this tool, as the model was taught to write it."""
+
+    @staticmethod
+    def around_calls(calls: dict[str, Any]) -> dict[str, Any]:
+        """The structural tag of all calls with what stands around them."""
+        return calls
+
+    # Modes: each takes text and returns what is left of it for the next one.
+
+    def _content(self, text: str) -> str:
+        before, lead, rest = self._until.step(text)
+        self._say(before)
+        if lead:
+            self._opened(lead)
+        return rest
+
+    def _call(self, text: str) -> str:
+        assert self._reader is not None
+        events, rest = self._reader.feed(text)
+        self._events += events
+        if self._reader.ended:
+            self._mode = self._behind if self._settle() else self._content
+        return rest
+
+    def _skip(self, text: str) -> str:
+        """Blanks behind a call; then content."""
+        text = text.lstrip()
+        if text:
+            self._mode = self._content
+        return text
+
+    @abstractmethod
+    def _behind(self, text: str) -> str:
+        """The mode behind a call."""
+
+    def _opened(self, lead: str) -> None:
+        """The opening was met: `lead` is it, with the blanks before it."""
+        self._read(CallObject(self._calls), lead)
+
+    def _read(self, reader: CallReader, lead: str) -> None:
+        """A call is to come. `lead`: what was read before it, content should no call come."""
+        self._reader, self._lead, self._mode = reader, lead, self._call
+
+    def _settle(self) -> bool:
+        """The reader has ended: whether it was a call. Its text is content otherwise."""
+        assert self._reader is not None
+        reader, self._reader = self._reader, None
+        if reader.called:
+            self._calls += 1
+        else:
+            self._say(self._lead + reader.raw)
+        self._lead = ""
+        return reader.called
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._events.append(Content(text))
+
+    def _taken(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
