@@ -131,6 +131,30 @@ def generate(prompt: str | None, **params: Any) -> None:
 
 
 @main.command()
+@click.argument("source", metavar="INPUT", type=options.existing_file)
+@click.argument("target", metavar="OUTPUT", type=click.Path(dir_okay=False, path_type=Path))
+@options.option("--model", show_default="SmolLM2-135M-Instruct", help="Folder, GGUF file or hub id.")
+@options.together(
+    options.batch,
+    options.model_files,
+    options.engine_settings,
+    options.service_settings,
+    options.workers,
+    options.log_level,
+)
+def batch(source: Path, target: Path, **params: Any) -> None:
+    """Answer every request of INPUT into OUTPUT, both in OpenAI's batch format (a JSON object a line).
+
+    Runs an engine and a gateway of its own, unless --base-url names a server. Lines of OUTPUT come in the order in
+    which they are answered. Interrupted or killed, the same command goes on where it was: rows that OUTPUT holds are
+    skipped.
+    """
+    from cli.batch import run_batch
+
+    run_batch(source, target, params, engine, gateway)
+
+
+@main.command()
 @options.option("--address", default="127.0.0.1:50051", help="HOST:PORT of a running engine (its gRPC port).")
 @options.option("--api-key", help="Key that the engine wants.")
 @options.sampling

@@ -163,15 +163,35 @@ service_settings = together(
     ),
 )
 
+workers = option(
+    "--workers",
+    type=click.IntRange(min=1),
+    show_default="1; of serve on CUDA 6 of 16 cores, fewer in proportion",
+    help="Gateway processes that share the HTTP port.",
+)
 gateway_settings = together(
-    option(
-        "--workers",
-        type=click.IntRange(min=1),
-        show_default="1; of serve on CUDA 6 of 16 cores, fewer in proportion",
-        help="Gateway processes that share the HTTP port.",
-    ),
+    workers,
     option("--cors-origin", multiple=True, help="Origin that browsers may call from (several may be given; * is any)."),
     option("--access-log/--no-access-log", default=False, help="Log a line for each HTTP request."),
+)
+
+batch = together(
+    option("--base-url", metavar="URL", help="A running server to ask (http://HOST:PORT/v1), instead of one's own."),
+    option("--api-key", help="Key that the server of --base-url wants."),
+    option(
+        "--max-concurrency",
+        type=click.IntRange(min=1),
+        show_default="--max-num-seqs; 64 with --base-url",
+        help="Requests that run together.",
+    ),
+    option(
+        "--request-timeout",
+        default=86400.0,
+        type=click.FloatRange(min=0, min_open=True),
+        help="Seconds after which a request is ended; its row is an error then.",
+    ),
+    option("--fail-on-error/--no-fail-on-error", default=False, help="Exit status 1 if a row is an error."),
+    option("--progress/--no-progress", default=True, help="Draw a progress bar where standard error is a terminal."),
 )
 
 # For commands that answer in the terminal.

@@ -54,7 +54,7 @@ def serve_both(params: Params, engine: click.Command, gateway: click.Command) ->
         grace=params["grace"],
         ready=ready,
     )
-    _run(work)
+    run(work)
 
 
 def serve_engine(params: Params, service_worker: click.Command) -> None:
@@ -92,7 +92,7 @@ def serve_engine(params: Params, service_worker: click.Command) -> None:
             workers=[worker(number) for number in range(count)] if count > 1 else (),
             variables=settings.key_variables(service.api_keys),
         )
-        _run(work, _fast_loop())
+        run(work, _fast_loop())
 
 
 def serve_worker(params: Params) -> None:
@@ -109,7 +109,7 @@ def serve_worker(params: Params) -> None:
             parent.report(report.to_json())
 
     with clear_errors():
-        _run(serve_core(service, params["core"], ready), _fast_loop())
+        run(serve_core(service, params["core"], ready), _fast_loop())
 
 
 def serve_gateway(params: Params) -> None:
@@ -140,7 +140,7 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(0)
 
 
-def _run(work: Coroutine[Any, Any, None], loop_factory: LoopFactory | None = None) -> None:
+def run(work: Coroutine[Any, Any, None], loop_factory: LoopFactory | None = None) -> None:
     """Runs the work. Raises Failed where a process of ours has ended."""
     try:
         with asyncio.Runner(loop_factory=loop_factory) as runner:

@@ -1,8 +1,11 @@
 """`fulcrum serve`: an engine and a gateway as child processes. Knows how they start and end, not what they do."""
 
 import asyncio
+import contextlib
 import http.client
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
 
 import click
 
@@ -12,6 +15,26 @@ from cli.report import EngineReport
 from cli.signals import Stopped, StopSignals, unless
 
 _POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """A running engine and its gateway.
+
+    Attributes:
+        report: the engine's facts.
+        address: the gateway's HOST:PORT.
+    """
+
+    report: EngineReport
+    address: str
+    engine: Child
+    gateway: Child
+
+    async def died(self) -> NoReturn:
+        """Raises ChildDied when one of them ends; never returns."""
+        await unless(self.engine.died(), self.gateway.died())
+        raise AssertionError
 
 
 async def run_both(
@@ -26,15 +49,49 @@ async def run_both(
     """Serves until a signal: then the gateway drains, and after it the engine.
 
     Args:
-        engine_line: the engine's command line.
-        gateway_line: the gateway's, for an engine that reports this.
-        engine_variables, gateway_variables: environment variables for each, which carry their secrets.
-        grace: seconds that running requests get.
+        engine_line, gateway_line, engine_variables, gateway_variables, grace: as in `running`.
         ready: called with the engine's facts and the gateway's HOST:PORT once a request would be answered.
 
     Raises: ChildDied.
     """
     signals = StopSignals()
+    with contextlib.suppress(Stopped):
+        async with running(
+            engine_line,
+            gateway_line,
+            engine_variables=engine_variables,
+            gateway_variables=gateway_variables,
+            grace=grace,
+            signals=signals,
+        ) as both:
+            ready(both.report, both.address)
+            try:
+                await unless(signals.stopped(), both.died())
+            except Stopped:
+                click.echo("Running requests finish first; Ctrl-C again ends at once.", err=True)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    engine_line: Sequence[str],
+    gateway_line: Callable[[EngineReport], Sequence[str]],
+    *,
+    engine_variables: Mapping[str, str],
+    gateway_variables: Mapping[str, str],
+    grace: float,
+    signals: StopSignals,
+) -> AsyncIterator[Both]:
+    """Both, for as long as the block lasts; a request would be answered when it is entered.
+
+    Args:
+        engine_line: the engine's command line.
+        gateway_line: the gateway's, for an engine that reports this.
+        engine_variables, gateway_variables: environment variables for each, which carry their secrets.
+        grace: seconds that running requests get at the end.
+        signals: end the start (Stopped is raised then), and hurry the end.
+
+    Raises: ChildDied, Stopped.
+    """
     children: list[Child] = []
     try:
         engine = await Child.start("engine", engine_line, engine_variables)
@@ -44,10 +101,7 @@ async def run_both(
         children.append(gateway)
         address = (await unless(gateway.ready(), signals.stopped(), engine.died()))["address"]
         await unless(_healthy(address), signals.stopped(), engine.died(), gateway.died())
-        ready(report, address)
-        await unless(signals.stopped(), engine.died(), gateway.died())
-    except Stopped:
-        click.echo("Running requests finish first; Ctrl-C again ends at once.", err=True)
+        yield Both(report, address, engine, gateway)
     finally:
         end = asyncio.get_running_loop().time() + grace + STOP_SECONDS
         for child in reversed(children):

@@ -36,7 +36,7 @@ def refusal(*arguments: str) -> tuple[int, str]:
 
 
 def test_commands_are_those_of_the_design() -> None:
-    assert COMMANDS == ["bench", "chat", "engine", "gateway", "generate", "serve", "version"]
+    assert COMMANDS == ["batch", "bench", "chat", "engine", "gateway", "generate", "serve", "version"]
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
