@@ -57,7 +57,7 @@ def _stream(text: str, params: Params, served: ServedModel, llm: LLM) -> None:
     if params["raw"]:
         prompt = asyncio.run(served.prompts.text(text, add_special_tokens=True))
     else:
-        prompt = asyncio.run(served.prompts.chat(request.chat))
+        prompt = asyncio.run(served.prompts.chat(request.chat)).ids
     sampling = fit(asked, prompt, "text" if params["raw"] else "chat", llm.info)
     choice = Choice(0, asked, served.text_stream(asked, after_prompt=params["raw"]))
     for piece in llm.stream(prompt, sampling):

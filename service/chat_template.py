@@ -42,6 +42,8 @@ class ChatTemplate:
 
     Attributes:
         content_form: by template name, what it takes as the content of a message.
+        takes_tools: whether a template reads the tools.
+        source: the templates' sources, joined.
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: str = "template") -> None:
@@ -56,6 +58,8 @@ class ChatTemplate:
             ModelError: a syntax error.
         """
         self._sources = dict(sources)
+        self.source = "\n".join(sources.values())
+        self.takes_tools = False
         self._special_tokens = dict(special_tokens)
         environment = _environment()
         self._templates = {}
@@ -63,7 +67,11 @@ class ChatTemplate:
         for name, source in sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
-                self.content_form[name] = content_form(environment.parse(source))
+                tree = environment.parse(source)
+                self.content_form[name] = content_form(tree)
+                self.takes_tools |= any(
+                    node.name == "tools" and node.ctx == "load" for node in tree.find_all(nodes.Name)
+                )
             except jinja2.TemplateSyntaxError as error:
                 raise ModelError(
                     f"{origin}: the chat template {name!r} is broken: {error} (line {error.lineno})"

@@ -13,7 +13,7 @@ from service.validate import Plan
 from service.wire import text_delta
 
 # The engine ended it on a token that is not part of the text.
-_STOPPED_BY_TOKEN = (FinishReason.EOS, FinishReason.STOP_TOKEN)
+STOPPED_BY_TOKEN = (FinishReason.EOS, FinishReason.STOP_TOKEN)
 
 
 class Choice:
@@ -57,14 +57,7 @@ class Choice:
                 ids, finish = ids[:used], FinishReason.STOP_STRING
         self.tokens += len(ids)
         self.finish = finish
-        messages = []
-        plan = self._plan
-        if plan.token_ids:
-            if ids or (text and plan.text):
-                delta = pb.Delta(index=self.index, text=text if plan.text else "", token_ids=ids)
-                messages.append(pb.GenerateResponse(delta=delta).SerializeToString())
-        elif text and plan.text:
-            messages.append(text_delta(self.index, text))
+        messages = self._deltas(text, ids)
         if finish is not None:
             finished = pb.GenerateResponse(finished=self._finished(finish, stop, ids))
             messages.append(finished.SerializeToString())
@@ -75,7 +68,7 @@ class Choice:
         if finish is None and len(ids) == 1:  # as it nearly always is
             return *stream.step(ids[0]), 1
         text = ""
-        hidden = finish in _STOPPED_BY_TOKEN and not self._plan.include_stop
+        hidden = finish in STOPPED_BY_TOKEN and not self._plan.include_stop
         for position in range(len(ids) - hidden):
             piece, stop = stream.step(ids[position])
             text += piece
@@ -85,6 +78,17 @@ class Choice:
             return text, None, len(ids)
         piece, stop = stream.finish()
         return text + piece, stop, len(ids)
+
+    def _deltas(self, text: str, ids: Sequence[int]) -> list[bytes]:
+        """The Deltas of this text and these ids: one, or none where there is nothing to say."""
+        plan = self._plan
+        if plan.token_ids:
+            if ids or (text and plan.text):
+                delta = pb.Delta(index=self.index, text=text if plan.text else "", token_ids=ids)
+                return [pb.GenerateResponse(delta=delta).SerializeToString()]
+        elif text and plan.text:
+            return [text_delta(self.index, text)]
+        return []
 
     def _finished(self, finish: FinishReason, stop: str | None, ids: Sequence[int]) -> pb.Finished:
         finished = pb.Finished(index=self.index, completion_tokens=self.tokens)

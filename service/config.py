@@ -5,7 +5,9 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# The admin socket is made in a folder of the user's own, named after the main address.
+from service.parsers.registry import check_names
+
+# Of an address: the admin socket is made in a folder of the user's own, named after the main one.
 AUTO = "auto"
 MAX_MESSAGE_BYTES = 16 << 20
 
@@ -25,6 +27,8 @@ class ServiceConfig:
         api_keys: who may call. Without any, only loopback and Unix addresses may be bound.
         max_priority: highest `priority` that a caller may ask for. None: no limit without keys, 0 with keys.
         chat_template: a jinja file instead of the model's own template.
+        tool_parser, reasoning_parser: how the model writes tool calls and reasoning: a name known to service.parsers,
+            AUTO (the template tells) or "none" (they stay in the text as they are).
         tokenizer: a folder or file instead of the model's own tokenizer.
         request_timeout: seconds after which a Generate ends DEADLINE_EXCEEDED, whatever deadline its caller set.
         max_message_bytes: the one limit on a message, both ways.
@@ -43,6 +47,8 @@ class ServiceConfig:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     max_priority: int | None = None
     chat_template: Path | None = None
+    tool_parser: str = AUTO
+    reasoning_parser: str = AUTO
     tokenizer: Path | None = None
     request_timeout: float | None = None
     max_message_bytes: int = MAX_MESSAGE_BYTES
@@ -63,6 +69,7 @@ class ServiceConfig:
             self._check_address("own_address", self.own_address, open_without_key=True)
         if self.admin_address not in (None, AUTO):
             self._check_address("admin_address", self.admin_address, open_without_key=False)
+        check_names(self.tool_parser, self.reasoning_parser)
         for name in ("request_timeout", "min_ping_seconds"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):

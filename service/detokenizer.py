@@ -9,7 +9,7 @@ has no end, and so loses what is pending there.)
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from service.tokenizer import Tokenizer
 
@@ -17,16 +17,26 @@ from service.tokenizer import Tokenizer
 class Detokenizer:
     """Turns the ids of one sequence into text, piece by piece."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, after_prompt: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        after_prompt: bool = False,
+        shown: Iterable[str] = (),
+    ) -> None:
         """Starts a text.
 
         Args:
             after_prompt: the text goes on where a prompt ended, so a space that the tokenizer would leave out at the
                 beginning of a text (SentencePiece) stays.
+            shown: special tokens that are text all the same, because a parser looks for them.
         """
         self._token_bytes = tokenizer.token_bytes
         self._token_text = tokenizer.token_text
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        if shown:
+            self._skipped -= {tokenizer.token_id(token) for token in shown}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._partial = False  # the decoder holds a part of a character
         self._strip = tokenizer.strips_first_space and not after_prompt

@@ -1,7 +1,7 @@
 """What the service knows of the served model: names, tokenizer, template, defaults. No weights, no torch."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import grpc
 
@@ -11,6 +11,7 @@ from service.chat_template import ChatTemplate
 from service.config import ServiceConfig
 from service.detokenizer import Detokenizer, StopChecker, TextStream
 from service.errors import ApiError
+from service.parsers.registry import Formats
 from service.prompts import Prompts
 from service.tokenizer import Tokenizer
 from service.validate import Plan
@@ -38,7 +39,9 @@ class ServedModel:
     def load(cls, config: ServiceConfig) -> "ServedModel":
         """Reads tokenizer, template and generation defaults from the model's files. Raises what their readers raise."""
         tokenizer = Tokenizer.load(config.tokenizer or config.model)
-        prompts = Prompts(tokenizer, _template(config, tokenizer), config.tokenizer_threads)
+        template = _template(config, tokenizer)
+        formats = Formats.choose(config.tool_parser, config.reasoning_parser, template.source)
+        prompts = Prompts(tokenizer, template, config.tokenizer_threads, formats)
         return cls(config.served_model_names, prompts, GenerationDefaults.load(config.model))
 
     @property
@@ -55,11 +58,17 @@ class ServedModel:
             raise ApiError(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", text, field="model")
         return name
 
-    def text_stream(self, plan: Plan, *, after_prompt: bool) -> TextStream:
-        """The text of one sequence, which goes on where the prompt ended or begins anew (a chat's answer)."""
+    def text_stream(self, plan: Plan, *, after_prompt: bool, shown: Iterable[str] = ()) -> TextStream:
+        """The text of one sequence, which goes on where the prompt ended or begins anew (a chat's answer).
+
+        `shown`: special tokens that are text all the same.
+        """
         return TextStream(
             Detokenizer(
-                self.prompts.tokenizer, skip_special_tokens=plan.skip_special_tokens, after_prompt=after_prompt
+                self.prompts.tokenizer,
+                skip_special_tokens=plan.skip_special_tokens,
+                after_prompt=after_prompt,
+                shown=shown,
             ),
             StopChecker(plan.stop, include_stop=plan.include_stop),
             min_tokens=plan.params.min_tokens,

@@ -1,21 +1,31 @@
 """Prompts to token ids: a chat is checked, rendered and tokenized; all in threads, never on the event loop."""
 
 import asyncio
-import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
 from fulcrum.v1 import inference_pb2 as pb
 from service.chat_template import RESERVED, ChatTemplate, TemplateError
 from service.errors import ApiError, Violation, invalid, not_served
+from service.parsers.output_parser import Reading
+from service.parsers.registry import Formats
+from service.parsers.think import Think
 from service.tokenizer import Tokenizer
+from service.tools import check_tools, json_object, must_call, offered_tools
 from service.validate import Violations, window_exceeded
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _T = TypeVar("_T")
+
+
+class ChatPrompt(NamedTuple):
+    """A rendered chat: its token ids, and how to read the answers (None: all of them is content)."""
+
+    ids: list[int]
+    reading: Reading | None
 
 
 class Prompts:
@@ -25,11 +35,13 @@ class Prompts:
         tokenizer: the model's.
         template: the model's, or the operator's.
         threads: how many prompts are worked on at once.
+        formats: how the model writes.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, threads: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, threads: int, formats: Formats) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        self.formats = formats
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
 
     async def run(self, work: Callable[[], _T]) -> _T:
@@ -44,28 +56,62 @@ class Prompts:
         """
         return await self.run(lambda: self._encode(text, "text", window, add_special_tokens=add_special_tokens))
 
-    async def chat(self, chat: pb.Chat, *, window: int | None = None) -> list[int]:
-        """Token ids of a rendered chat. Raises ApiError INVALID_ARGUMENT (also TEMPLATE_ERROR), UNIMPLEMENTED."""
+    async def chat(self, chat: pb.Chat, *, window: int | None = None) -> ChatPrompt:
+        """Renders and tokenizes a chat.
+
+        Raises ApiError INVALID_ARGUMENT (also TEMPLATE_ERROR), FAILED_PRECONDITION (TOOLS_UNSUPPORTED), UNIMPLEMENTED.
+        """
         return await self.run(lambda: self._chat(chat, window))
 
     def close(self) -> None:
         """Lets the threads go."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _chat(self, chat: pb.Chat, window: int | None) -> list[int]:
+    def _chat(self, chat: pb.Chat, window: int | None) -> ChatPrompt:
         variables = _check_chat(chat)
+        tools = offered_tools(chat)
+        if tools:
+            self._refuse_tools(chat.tool_choice)
         continue_final = chat.continue_final_message
         add_generation = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continue_final
+        messages = _messages(chat)
         try:
             text = self.template.render(
-                _messages(chat),
+                messages,
+                tools=tools,
                 add_generation_prompt=add_generation,
                 continue_final_message=continue_final,
                 template_kwargs=variables,
             )
         except TemplateError as error:
             raise _template_error(str(error)) from error
-        return self._encode(text, "chat", window, add_special_tokens=False)
+        ids = self._encode(text, "chat", window, add_special_tokens=False)
+        return ChatPrompt(ids, self._reading(chat, text, tools))
+
+    def _refuse_tools(self, choice: pb.ToolChoice) -> None:
+        """Raises ApiError where this model has no use for tools, or this version none for such a choice."""
+        reason = ""
+        if not self.template.takes_tools:
+            reason = "the model's chat template takes no tools"
+        elif self.formats.tools is None and not self.formats.raw_calls:
+            reason = "the form of the model's tool calls is not known; the server's --tool-parser tells it"
+        if reason:
+            raise ApiError(grpc.StatusCode.FAILED_PRECONDITION, "TOOLS_UNSUPPORTED", reason, field="chat.tools")
+        if must_call(choice):
+            raise not_served("chat.tool_choice", "a tool_choice that requires a call is")
+
+    def _reading(self, chat: pb.Chat, text: str, tools: list[dict[str, Any]]) -> Reading | None:
+        """How to read what follows the rendered `text`."""
+        reasoning, calls = self.formats.reasoning, self.formats.tools if tools else None
+        if reasoning is None and calls is None:
+            return None
+        return Reading(
+            reasoning,
+            reasoning is not None and _opened(chat, text, reasoning),
+            calls,
+            frozenset(tool.name for tool in chat.tools),
+            parallel=chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"),
+        )
 
     def _encode(self, text: str, field: str, window: int | None, *, add_special_tokens: bool) -> list[int]:
         fewest = self.tokenizer.fewest_tokens(text)
@@ -98,25 +144,20 @@ def _check_chat(chat: pb.Chat) -> dict[str, Any]:
         for position, call in enumerate(message.tool_calls):
             field = f"{where}.tool_calls[{position}]"
             bad.unless(bool(call.name), f"{field}.name", "is empty")
-            bad.unless(_parsed_object(call.arguments_json) is not None, f"{field}.arguments_json", "is no JSON object")
+            bad.unless(json_object(call.arguments_json) is not None, f"{field}.arguments_json", "is no JSON object")
     bad.unless(
         not (chat.continue_final_message and chat.HasField("add_generation_prompt") and chat.add_generation_prompt),
         "chat.continue_final_message",
         "excludes add_generation_prompt",
     )
-    variables = _parsed_object(chat.template_kwargs_json)
+    variables = json_object(chat.template_kwargs_json)
     bad.unless(variables is not None, "chat.template_kwargs_json", "is no JSON object")
     for name in variables or {}:
         bad.unless(
             name.isidentifier() and name not in RESERVED, "chat.template_kwargs_json", f"{name!r:.50} cannot be set"
         )
+    check_tools(chat, bad)
     bad.check()
-    if chat.tools:
-        raise not_served("chat.tools", "tools are")
-    if chat.HasField("tool_choice"):
-        raise not_served("chat.tool_choice", "tool_choice is")
-    if chat.HasField("parallel_tool_calls"):
-        raise not_served("chat.parallel_tool_calls", "parallel_tool_calls is")
     return variables or {}
 
 
@@ -134,7 +175,7 @@ def _messages(chat: pb.Chat) -> list[dict[str, Any]]:
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": _parsed_object(call.arguments_json)},
+                    "function": {"name": call.name, "arguments": json_object(call.arguments_json)},
                 }
                 for call in message.tool_calls
             ]
@@ -146,15 +187,12 @@ def _messages(chat: pb.Chat) -> list[dict[str, Any]]:
     return messages
 
 
-def _parsed_object(text: str) -> dict[str, Any] | None:
-    """The JSON object in `text` ({} for an empty text), or None where it is none."""
-    if not text:
-        return {}
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+def _opened(chat: pb.Chat, text: str, form: type[Think]) -> bool:
+    """Whether the rendered `text` ends within reasoning: its generation prompt does, or the message to be continued."""
+    if not chat.continue_final_message:
+        return text.rstrip().endswith(form.opening)
+    final = "".join(part.text for part in chat.messages[-1].content)
+    return final.rfind(form.opening) > final.rfind(form.closing)
 
 
 def _template_error(text: str) -> ApiError:

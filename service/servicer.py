@@ -14,10 +14,11 @@ from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc
 from service.auth import Authenticator
 from service.choice import Choice
-from service.detokenizer import TextStream
 from service.errors import Violation, draining, engine_dead, invalid
 from service.live import LiveCalls
 from service.model import ServedModel
+from service.parsed_choice import ParsedChoice
+from service.parsers.output_parser import Reading
 from service.validate import Plan, Violations, fit, plan, refusal, window_exceeded
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         name = model.resolve(request.model)
         metadata = context.invocation_metadata()
         asked = plan(request, core.info, model.defaults, self._authenticator.caller(metadata))
-        field, prompt = await self._prompt(request)
+        field, prompt, reading = await self._prompt(request)
         params = fit(asked, prompt, field, core.info)
         job = Request(
             request_id=asked.request_id,
@@ -78,7 +79,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         logger.debug("request %s (%s) is accepted: %d prompt tokens", asked.request_id, label, len(prompt))
         try:
             await context.write(pb.GenerateResponse(accepted=pb.Accepted(request_id=asked.request_id, model=name)))
-            choices = [Choice(index, asked, self._text_stream(asked, field)) for index in range(params.n)]
+            choices = [self._choice(index, asked, field, reading) for index in range(params.n)]
             usage = await self._stream(stream, job, choices, context)
             await context.write(pb.GenerateResponse(usage=usage))
         finally:
@@ -87,18 +88,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 core.abort_soon(stream)
                 logger.info("request %s (%s) ended early", asked.request_id, label)
 
-    async def _prompt(self, request: pb.GenerateRequest) -> tuple[str, list[int]]:
-        """The prompt's token ids, and the field that they came from."""
+    async def _prompt(self, request: pb.GenerateRequest) -> tuple[str, list[int], Reading | None]:
+        """The field that the prompt came from, its token ids, and how to read what follows it."""
         field, window = request.WhichOneof("prompt"), self._core.info.max_model_len
         if field == "token_ids":
             ids = request.token_ids.ids
             if len(ids) > window:  # before millions of them are copied
                 raise window_exceeded(field, window, f"the prompt has {len(ids)}", prompt_tokens=len(ids))
-            return field, list(ids)
+            return field, list(ids), None
         if field == "text":
-            return field, await self._model.prompts.text(request.text, add_special_tokens=True, window=window)
+            return field, await self._model.prompts.text(request.text, add_special_tokens=True, window=window), None
         if field == "chat":
-            return field, await self._model.prompts.chat(request.chat, window=window)
+            return field, *await self._model.prompts.chat(request.chat, window=window)
         raise invalid([Violation("prompt", "one of text, token_ids and chat is needed")])
 
     async def _stream(self, stream: RequestStream, job: Request, choices: list[Choice], context: Context) -> pb.Usage:
@@ -141,10 +142,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             decode_seconds=last - first,
         )
 
-    def _text_stream(self, asked: Plan, prompt_field: str) -> TextStream | None:
-        if not asked.text and not asked.stop:
-            return None
-        return self._model.text_stream(asked, after_prompt=prompt_field != "chat")
+    def _choice(self, index: int, asked: Plan, prompt_field: str, reading: Reading | None) -> Choice:
+        after_prompt = prompt_field != "chat"
+        if asked.text and reading is not None:
+            text = self._model.text_stream(asked, after_prompt=after_prompt, shown=reading.markers)
+            return ParsedChoice(index, asked, text, reading.parser())
+        wanted = asked.text or asked.stop
+        return Choice(index, asked, self._model.text_stream(asked, after_prompt=after_prompt) if wanted else None)
 
     # ----------------------------------------------------------------------------------------------- the other RPCs
 
@@ -157,7 +161,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 special = request.add_special_tokens if request.HasField("add_special_tokens") else True
                 ids = await prompts.text(request.text, add_special_tokens=special)
             case "chat":
-                ids = await prompts.chat(request.chat)
+                ids = (await prompts.chat(request.chat)).ids
             case _:
                 raise invalid([Violation("prompt", "one of text and chat is needed")])
         token_bytes = await prompts.run(lambda: [prompts.tokenizer.token_bytes(token_id) for token_id in ids])

@@ -1,8 +1,42 @@
 """The text of one answer, in the order in which models write: reasoning, then content and tool calls."""
 
+from dataclasses import dataclass
+
 from service.parsers.events import CallEnd, CallStart, Content, Event
 from service.parsers.think import Think
 from service.parsers.tool_parser import ToolParser
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the answers to one prompt are to be read.
+
+    Args:
+        reasoning: the form of reasoning, where the model reasons.
+        opened: the prompt has opened the reasoning.
+        tools: the form of tool calls, where there are tools.
+        names: the tools' names.
+        parallel: more than one call may come.
+    """
+
+    reasoning: type[Think] | None = None
+    opened: bool = False
+    tools: type[ToolParser] | None = None
+    names: frozenset[str] = frozenset()
+    parallel: bool = True
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that the parser must see, though they may be special tokens."""
+        return tuple(marker for form in (self.reasoning, self.tools) if form is not None for marker in form.markers)
+
+    def parser(self) -> "OutputParser":
+        """A parser for one answer."""
+        return OutputParser(
+            None if self.reasoning is None else self.reasoning(self.opened),
+            None if self.tools is None else self.tools(self.names),
+            parallel=self.parallel,
+        )
 
 
 class OutputParser:

@@ -33,16 +33,21 @@ class Formats:
     @classmethod
     def choose(cls, tools: str, reasoning: str, template: str) -> "Formats":
         """By the names of parsers (auto: the template's source tells; none: no parser). Raises ValueError: unknown."""
-        for setting, name, known in (
-            ("tool_parser", tools, TOOL_PARSERS),
-            ("reasoning_parser", reasoning, REASONING_PARSERS),
-        ):
-            if name not in (AUTO, NONE, *known):
-                raise ValueError(f"{setting} must be one of {', '.join((AUTO, NONE, *known))}, not {name!r}")
+        check_names(tools, reasoning)
         tool_name = _tool_format(template) if tools == AUTO else tools
         reasoning_name = ("think" if Think.closing in template else NONE) if reasoning == AUTO else reasoning
         logger.info("parsers of the model's output: tool calls %s, reasoning %s", tool_name, reasoning_name)
         return cls(TOOL_PARSERS.get(tool_name), REASONING_PARSERS.get(reasoning_name), raw_calls=tools == NONE)
+
+
+def check_names(tools: str, reasoning: str) -> None:
+    """Raises ValueError naming the setting that names no parser."""
+    for setting, name, known in (
+        ("tool_parser", tools, TOOL_PARSERS),
+        ("reasoning_parser", reasoning, REASONING_PARSERS),
+    ):
+        if name not in (AUTO, NONE, *known):
+            raise ValueError(f"{setting} must be one of {', '.join((AUTO, NONE, *known))}, not {name!r}")
 
 
 def _tool_format(template: str) -> str:

@@ -165,15 +165,11 @@ async def test_a_refusal_is_small_whatever_was_sent(make_core, serving, details)
         ({"choices": pb.Choices(choices=["a"])}, "choices"),
         ({"output": O(top_logprobs=0)}, "output.top_logprobs"),
         ({"output": O(prompt_logprobs=1)}, "output.prompt_logprobs"),
-        ({"chat": chat({}, tools=[pb.Tool(name="f")])}, "chat.tools"),
-        ({"chat": chat({}, tool_choice=pb.ToolChoice(mode="MODE_AUTO"))}, "chat.tool_choice"),
-        ({"chat": chat({}, parallel_tool_calls=False)}, "chat.parallel_tool_calls"),
     ],
 )
 async def test_what_is_not_served_yet_says_so(make_core, serving, details, fields, named):
-    made = pb.GenerateRequest(**fields) if "chat" in fields else request(**fields)
     async with serving(make_core()) as server:
-        error = details(await refused(server.stub.Generate(made)))
+        error = details(await refused(server.stub.Generate(request(**fields))))
         assert (error.code, error.reason, error.fields) == (
             grpc.StatusCode.UNIMPLEMENTED,
             "NOT_IMPLEMENTED",

@@ -1,0 +1,77 @@
+"""The tools of a chat: checked, and in the form that templates know. Knows no output and no token."""
+
+import json
+import re
+from typing import Any, NoReturn
+
+from fulcrum.v1 import inference_pb2 as pb
+from service.validate import Violations
+
+MAX_TOOLS = 128
+MAX_TOOL_BYTES = 64 << 10
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+
+def check_tools(chat: pb.Chat, bad: Violations) -> None:
+    """Adds a violation for everything that is wrong with tools and tool_choice."""
+    count = len(chat.tools)
+    bad.unless(count <= MAX_TOOLS, "chat.tools", f"{count} are given; at most {MAX_TOOLS} are taken")
+    names: set[str] = set()
+    for number, tool in enumerate(chat.tools[:MAX_TOOLS]):
+        where = f"chat.tools[{number}]"
+        bad.unless(
+            _NAME.fullmatch(tool.name) is not None,
+            f"{where}.name",
+            f"must be 1 to 64 letters, digits, _ or - (ASCII), not {tool.name!r:.50}",
+        )
+        bad.unless(tool.name not in names, f"{where}.name", f"{tool.name!r:.70} is given twice")
+        names.add(tool.name)
+        size = tool.ByteSize()
+        if size > MAX_TOOL_BYTES:
+            bad.unless(False, where, f"has {size} bytes; at most {MAX_TOOL_BYTES} are taken")
+            continue
+        bad.unless(json_object(tool.parameters_json) is not None, f"{where}.parameters_json", "is no JSON object")
+    choice = chat.tool_choice
+    match choice.WhichOneof("choice"):
+        case "function":
+            known = choice.function in names
+            bad.unless(known, "chat.tool_choice", f"there is no tool of the name {choice.function!r:.70}")
+        case "mode":
+            bad.unless(choice.mode in pb.ToolChoice.Mode.values(), "chat.tool_choice", f"is unknown: {choice.mode}")
+            needy = choice.mode == pb.ToolChoice.MODE_REQUIRED and not count
+            bad.unless(not needy, "chat.tool_choice", "requires a call, but there are no tools")
+
+
+def offered_tools(chat: pb.Chat) -> list[dict[str, Any]]:
+    """The tools that the model may call, in OpenAI's form, as templates take them; none where tool_choice is none."""
+    if chat.tool_choice.mode == pb.ToolChoice.MODE_NONE:
+        return []
+    tools = []
+    for tool in chat.tools:
+        function: dict[str, Any] = {"name": tool.name}
+        if tool.description:
+            function["description"] = tool.description
+        if tool.parameters_json:
+            function["parameters"] = json_object(tool.parameters_json)
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def must_call(choice: pb.ToolChoice) -> bool:
+    """Whether an answer without a call is not wanted (required, or a tool by name)."""
+    return choice.WhichOneof("choice") == "function" or choice.mode == pb.ToolChoice.MODE_REQUIRED
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """The JSON object in `text` ({} for an empty text), or None where it is none."""
+    if not text:
+        return {}
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
