@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
+from service.parsers.registry import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 Decorator = Callable[[Command], Command]
 
@@ -147,6 +149,18 @@ engine_settings = together(
 service_settings = together(
     option(
         "--served-model-name", multiple=True, help="What requests may call the model; the first is the principal one."
+    ),
+    option(
+        "--tool-parser",
+        default=AUTO,
+        type=click.Choice([AUTO, NONE, *TOOL_PARSERS]),
+        help="How the model writes tool calls. auto: its chat template tells; none: they stay in the text.",
+    ),
+    option(
+        "--reasoning-parser",
+        default=AUTO,
+        type=click.Choice([AUTO, NONE, *REASONING_PARSERS]),
+        help="How the model writes what it thinks before it answers. auto and none: as above.",
     ),
     option(
         "--admin-address", show_default="a Unix socket of the user's own", help="HOST:PORT (needs a key) or unix:/PATH."

@@ -164,6 +164,8 @@ def test_service_options_reach_the_service(tmp_path: Path) -> None:
         "--metrics-port=0",
         "--max-priority=5",
         "--service-workers=2",
+        "--tool-parser=mistral",
+        "--reasoning-parser=none",
     )
     config = settings.service_config(params, Path("m"), grpc_port=7)
     assert config.address == "[::1]:7"
@@ -171,6 +173,7 @@ def test_service_options_reach_the_service(tmp_path: Path) -> None:
     assert config.api_keys == ("sk-1", "sk-2")
     assert (config.request_timeout, config.grace_seconds, config.metrics_port) == (9.5, 3.0, 0)
     assert (config.max_priority, config.reuse_port, config.admin_address) == (5, True, AUTO)
+    assert (config.tool_parser, config.reasoning_parser) == ("mistral", "none")
     assert settings.service_config(params, Path("m"), grpc_port=7, admin=False).admin_address is None
 
 
