@@ -17,7 +17,7 @@ from engine.pacing import Pacer
 from engine.request import FinishReason
 from engine.scheduler import Scheduler, SequenceUpdate
 from engine.static_scheduler import StaticScheduler
-from engine.step import Step, StepResult
+from engine.step import DeviceLost, Step, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +56,10 @@ class EngineCore:
         self.grammars = grammars or Grammars()
         self._runner = runner
         self._overlap = overlap
-        self._in_flight: deque[tuple[Step, Any, bool]] = deque()
+        self._in_flight: deque[tuple[Step, Any, bool, float]] = deque()  # the time is that of its launch
         self._busy = False  # since the step before
         self._pacer = Pacer()
+        self._computed = 0.0  # when the last result came
         self._born = time.monotonic()
 
     @property
@@ -74,6 +75,8 @@ class EngineCore:
         """Schedules and launches one step, and collects the oldest launched one when its time has come.
 
         A step that raises ends its own sequences with ERROR; the core goes on.
+
+        Raises: DeviceLost.
         """
         began = time.perf_counter()
         self._pacer.launching(time.monotonic())
@@ -85,21 +88,25 @@ class EngineCore:
         if step is not None:
             self._count(step)
             try:
-                self._in_flight.append((step, self._runner.launch(step), self._busy))
+                self._in_flight.append((step, self._runner.launch(step), self._busy, scheduled))
                 self._pacer.launched(step, time.monotonic())
-            except RuntimeError as error:
+            except DeviceLost:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever a step raises is about its own sequences
                 updates += self._fail(step, error)
         if self._in_flight and (step is None or len(self._in_flight) > self._overlap):
-            updates += self._collect(scheduled)
+            updates += self._collect()
         self.scheduler.stats.schedule_seconds += scheduled - began
         self._busy = step is not None and self.has_work
         return Turn(started, scheduled_at, updates)
 
-    def _collect(self, scheduled: float) -> list[SequenceUpdate]:
-        step, launched, followed = self._in_flight.popleft()
+    def _collect(self) -> list[SequenceUpdate]:
+        step, launched, followed, launched_at = self._in_flight.popleft()
         try:
             result = self._runner.collect(launched)
-        except RuntimeError as error:
+        except DeviceLost:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a step raises is about its own sequences
             self._pacer.failed()
             return self._fail(step, error)
         self._pacer.collected(result.busy_seconds, time.monotonic())
@@ -110,14 +117,15 @@ class EngineCore:
                 if update.finish is FinishReason.ERROR:
                     logger.error("request %s, sequence %d: %s", update.request_id, update.index, update.message)
         stats = self.scheduler.stats
-        stats.execute_seconds += computed - scheduled
+        stats.execute_seconds += computed - max(launched_at, self._computed)
+        self._computed = computed
         stats.device_busy_seconds += result.busy_seconds
         if followed:  # else the device had nothing to do
             stats.device_gap_seconds += result.gap_seconds
         stats.process_seconds += time.perf_counter() - computed
         return updates
 
-    def _fail(self, step: Step, error: RuntimeError) -> list[SequenceUpdate]:
+    def _fail(self, step: Step, error: Exception) -> list[SequenceUpdate]:
         logger.error("step %d failed: %d sequences end with an error", step.step_id, len(step.works), exc_info=error)
         return self.scheduler.fail(step, str(error))
 

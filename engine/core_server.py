@@ -134,13 +134,13 @@ class CoreServer:
         try:
             while not self._stopping:
                 self._poll(None if not self._core.has_work else 0)
+                began = time.monotonic()
                 while (hold := self._core.hold()) and not self._stopping:
                     # The selector rounds up to whole milliseconds.
                     self._poll(max(0.0, hold - _SELECT_SECONDS))
                     self._flush()
                 self._flush()
                 if self._core.has_work:
-                    began = time.monotonic()
                     self._route(self._core.turn())
                     self._flush()
                     self._log.tick(time.monotonic() - began)
@@ -165,7 +165,11 @@ class CoreServer:
                 key.data()
 
     def _accept(self) -> None:
-        sock, _ = self._listener.accept()
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:  # it has gone again, or there are too many open files
+            logger.warning("a client could not be accepted: %s", error)
+            return
         sock.setblocking(False)
         connection = _Connection(sock)
         self._connections[sock] = connection

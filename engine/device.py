@@ -94,9 +94,11 @@ def _usable_cores() -> int:
 def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if config.dtype != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
-    native = (
-        torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else cpu_computes_bfloat16()
-    )
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = cpu_computes_bfloat16()
     return torch.bfloat16 if native else torch.float32
 
 

@@ -31,7 +31,8 @@ class LogitsRow:
 class LogitsProcessor(Protocol):
     """Changes the logits of a step before a token is chosen.
 
-    The class is constructed once as `Class(vocab_size=int, device=torch.device)`.
+    The class is constructed once as `Class(vocab_size=int, device=torch.device)`. On CUDA a step of more than 64 rows
+    calls it several times, with some of the rows each.
     """
 
     def __call__(self, logits: Tensor, rows: Sequence[LogitsRow]) -> Tensor:

@@ -123,10 +123,10 @@ class Sampler:
             raise ValueError(f"logit_bias names a token id outside the vocabulary of {self._vocab_size}")
         self._inits[row] = init
         self._uses[row] = _uses(params, self._vocab_size)
-        self._masked_until[row] = init.prompt_length + params.min_tokens
         # A stop token outside the vocabulary cannot be sampled: nothing is there to mask.
         stops = [token for token in init.stop_mask if 0 <= token < self._vocab_size]
         self._stop_ids[row] = np.array(stops, dtype=np.int64)
+        self._masked_until[row] = init.prompt_length + params.min_tokens if stops else 0
         self._bias_ids[row] = np.array(list(params.logit_bias), dtype=np.int64)
         self._bias[row] = np.array(list(params.logit_bias.values()), dtype=np.float32)
         floats = (
@@ -182,11 +182,12 @@ class Sampler:
         """Whether one of these rows has top_k or top_p."""
         return bool((self._uses[rows] & (_Uses.TOP_K | _Uses.TOP_P)).any())
 
-    def adjusts(self, rows: Integers, num_tokens: Integers) -> bool:
-        """Whether `adjust` would change the logits of one of these rows."""
-        stages = _Uses.BIAS | _Uses.PENALTIES
-        masked = num_tokens < self._masked_until[rows]
-        return bool(self._processors) or bool((self._uses[rows] & stages).any()) or bool(masked.any())
+    def adjusted(self, rows: Integers, num_tokens: Integers) -> Integers:
+        """Positions of the rows whose logits `adjust` would change, masks aside."""
+        if self._processors:
+            return np.arange(len(rows))
+        stages = (self._uses[rows] & (_Uses.BIAS | _Uses.PENALTIES)) != 0
+        return np.flatnonzero(stages | (num_tokens < self._masked_until[rows]))
 
     def adjust(
         self, logits: Tensor, rows: Integers, token_ids: Tensor, num_tokens: Integers, masks: Masks = ()
@@ -231,7 +232,8 @@ class Sampler:
         if self._processors:
             logits = apply_logits_processors(self._processors, logits, self._logits_rows(batch, token_ids))
         if masked.size:
-            logits = logits.index_put(self._entries(self._stop_ids, batch, masked), logits.new_tensor(-torch.inf))
+            barred = torch.full((), -torch.inf, device=self._device)
+            logits = logits.index_put(self._entries(self._stop_ids, batch, masked), barred)
         return logits
 
     def _allow(self, logits: Tensor, masks: Masks) -> Tensor:
@@ -297,4 +299,7 @@ class Sampler:
         return rows
 
     def _put(self, array: Integers | NDArray[np.float32] | NDArray[np.float64]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        host = torch.from_numpy(array)
+        if self._device.type == "cuda":
+            host = host.pin_memory()  # the copy would wait for the device otherwise
+        return host.to(self._device, non_blocking=True)

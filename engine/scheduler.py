@@ -496,9 +496,13 @@ class Scheduler:
 
     def _spoilt(self, step: Step, index: int, updates: list[SequenceUpdate]) -> None:
         sequence = self._row(step.samples[index].row)
-        self._cache.withdraw(sequence, 0)
+        # The page that spoilt its logits may be one that it only read. A grammar without a way out spoils none.
+        dead_end = any(at == index and not any(mask) for at, mask in step.masks)
+        if not dead_end:
+            self._cache.withdraw(sequence, 0)
         if not self._is_void(sequence, step):
-            updates.append(self._fail(sequence, "its logits are not finite"))
+            message = "its grammar allows no token" if dead_end else "its logits are not finite"
+            updates.append(self._fail(sequence, message))
 
     def _fail(self, sequence: Sequence, message: str) -> SequenceUpdate:
         self._end(sequence)

@@ -12,6 +12,10 @@ from typing import NamedTuple
 from engine.request import SamplingParams
 
 
+class DeviceLost(Exception):
+    """The device cannot compute any more: nobody's steps would ever succeed."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowInit:
     """A sequence takes a row (admitted, resumed after a preemption, or forked off a sibling).

@@ -61,6 +61,11 @@ class Forward:
         self._plan = DecodePlan.allocate(max_samples, heads, kv_heads, config.head_dim, dtype, device)
 
     @property
+    def all_logits(self) -> Tensor:
+        """(max_samples, V): what `logits` computed last."""
+        return self._logits
+
+    @property
     def block_m(self) -> int:
         """Queries of a tile of prefill attention."""
         return self._prefill.block_m

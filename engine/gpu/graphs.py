@@ -59,10 +59,8 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph(): it collects garbage and synchronises every time.
         graph.capture_begin(pool=self._pool)
-        try:
-            launch()
-        finally:
-            graph.capture_end()
+        launch()
+        graph.capture_end()
         self._graphs[key] = graph
 
     def clear(self) -> None:

@@ -7,6 +7,7 @@ plain torch.
 
 import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,13 +24,13 @@ from engine.logits import load_logits_processors
 from engine.model.errors import ModelError
 from engine.request import SamplingParams
 from engine.sampler import Masks, Sampler
-from engine.step import RowInit, RowWork, Sample, Step, StepResult
+from engine.step import DeviceLost, PageUpdate, RowInit, RowWork, Sample, Step, StepResult
 from kernels.gpu import sampling
 from kernels.gpu.rows import append_tokens, copy_pages, write_runs
 
 _BUDGET = 0.9  # of the device's memory
 _MOST_ROWS = 1024  # what the kernels hold
-# Rows whose logits are adjusted at once, and how many float32 copies of them that takes.
+# Samples that are drawn anew at once, and how many float32 copies of them that takes.
 _ADJUSTED, _ADJUSTED_COPIES = 64, 8
 # Recorded to learn what a graph takes; the driver's figures are coarse.
 _TRIALS = 8
@@ -103,14 +104,14 @@ class GpuRunner:
 
         A step may be launched before the one before it is collected: nothing of its tokens is needed on the host.
         """
-        with self._on_stream():
+        with self._guarded(), self._on_stream():
             for init in step.inits:
                 self._num_tokens[init.row] = len(init.tokens)
                 self._sampler.add_row(init)
             changes = self._state.changes(step, _packed)
             if changes is not None:
                 write_runs(changes.runs, changes.payload, self._state.flat, changes.longest)
-            rows: Ints = np.array([sample.row for sample in step.samples], np.int32)
+            rows: Ints = np.fromiter((sample.row for sample in step.samples), np.int32, len(step.samples))
             lengths = self._num_tokens[rows]
             began = self._event()
             if step.works:
@@ -129,7 +130,8 @@ class GpuRunner:
         """Waits for a launched step and returns what it sampled."""
         busy = gap = 0.0
         if launched.done is not None:
-            launched.done.synchronize()
+            with self._guarded():
+                launched.done.synchronize()
             assert launched.began is not None
             assert launched.ended is not None
             busy = launched.began.elapsed_time(launched.ended) / 1e3
@@ -147,15 +149,26 @@ class GpuRunner:
                     self._graphs.record(key, partial(self._launch, *key))
                 else:
                     self._launch(*key)
-        first, second = SamplingParams(temperature=0.0, seed=0), SamplingParams(temperature=1.0, seed=0)
-        length = min(self._page_size, self.max_model_len - 1)
-        for params in (first, second):
-            init = RowInit(0, (0,) * length, length, params, 0, ())
-            prefill = Step(0, (init,), (), (RowWork(0, 0, length),), (Sample(0, 0),))
-            self.collect(self.launch(prefill))
-            self.collect(self.launch(Step(1, (), (), (RowWork(0, length - 1, 1),), (Sample(0, 0),))))
-        self._kv_cache.zero_()
+            self._warm_up_rest()
         self._ended = None
+
+    def _warm_up_rest(self) -> None:
+        """What no graph holds: changes of rows, samples drawn anew from float32 logits, copies of pages, both ways."""
+        rows = len(self._num_tokens)
+        length = min(self._page_size, self.max_model_len - 1, self._token_sizes[-1])
+        params = SamplingParams(temperature=0.0, seed=0)
+        init = RowInit(0, (0,) * length, length, params, 0, ())
+        page = PageUpdate(0, 0, (self.num_pages,))
+        prefill = Step(0, (init,), (page,), (RowWork(0, 0, length),), (Sample(0, 0),))
+        self.collect(self.launch(prefill))
+        copy = ((self.num_pages, self.num_pages),)
+        self.collect(self.launch(Step(1, (), (), (RowWork(0, length - 1, 1),), (Sample(0, 0),), copies=copy)))
+        for count in {1, min(33, rows)}:  # the sampler is compiled for few rows, and for more
+            logits = torch.zeros(count, self.model_config.vocab_size, device=self.device)
+            none = torch.full((count,), -1, dtype=torch.int32, device=self.device)
+            self._draw(logits, none, none, torch.empty(2, count, dtype=torch.int32, device=self.device))
+        # In the stream of the steps: nothing else would keep them from running before it.
+        self._kv_cache.zero_()
 
     # What a step is made of.
 
@@ -164,11 +177,29 @@ class GpuRunner:
 
     def _run_head(self, shape: Shape, rows: Ints, lengths: Ints, masks: Masks) -> None:
         """Draws and appends the samples' tokens."""
-        if masks or self._sampler.adjusts(rows, lengths):
-            self._adjusted_head(shape, rows, lengths, masks)
-        else:
-            kind = "filtered" if self._sampler.filters(rows) else "drawn" if self._sampler.draws(rows) else "greedy"
-            self._run(kind, shape.samples)
+        kind = "filtered" if self._sampler.filters(rows) else "drawn" if self._sampler.draws(rows) else "greedy"
+        self._run(kind, shape.samples)
+        adjusted = self._sampler.adjusted(rows, lengths)
+        if masks:
+            adjusted = np.union1d(adjusted, [index for index, _ in masks])
+        for first in range(0, len(adjusted), _ADJUSTED):
+            self._redraw(adjusted[first : first + _ADJUSTED].astype(np.int32), rows, lengths, dict(masks))
+
+    def _redraw(self, which: Ints, rows: Ints, lengths: Ints, masks: dict[int, bytes]) -> None:
+        """Draws these samples anew, with logits changed by bias, penalties, masks or users' processors."""
+        at = on_device(which, self.device)
+        limits = [(position, masks[index]) for position, index in enumerate(which.tolist()) if index in masks]
+        logits = self._forward.all_logits.index_select(0, at).float()
+        logits = self._sampler.adjust(logits, rows[which], self._state.token_ids, lengths[which], limits)
+        sample_rows = self._inputs.sample_rows.index_select(0, at)
+        sample_lengths = self._inputs.lengths.index_select(0, at)
+        drawn = torch.empty(2, len(which), dtype=torch.int32, device=self.device)
+        self._draw(logits.contiguous(), sample_rows, sample_lengths, drawn)
+        self._sampled.index_copy_(1, at.long(), drawn)
+        append_tokens(sample_rows, sample_lengths, drawn[0], self._state.token_ids)
+
+    def _draw(self, logits: Tensor, rows: Tensor, lengths: Tensor, drawn: Tensor) -> None:
+        sampling.sample(logits, rows, lengths, self._state.params, drawn[0], drawn[1], self._scratch)
 
     def _launch(self, kind: str, size: int) -> None:
         """The launches of one graph."""
@@ -185,20 +216,6 @@ class GpuRunner:
             filters = kind == "filtered"
             sampling.sample(logits, rows, lengths, state.params, tokens, failed, self._scratch, filters=filters)
         append_tokens(rows, lengths, tokens, state.token_ids)
-
-    def _adjusted_head(self, shape: Shape, rows: Ints, lengths: Ints, masks: Masks) -> None:
-        """As the head's graphs, with the logits changed on the way by bias, penalties, masks or users' processors."""
-        inputs, state = self._inputs, self._state
-        logits = self._forward.logits(inputs, shape.samples)
-        for first in range(0, shape.num_samples, _ADJUSTED):
-            part = slice(first, min(first + _ADJUSTED, shape.num_samples))
-            limits = [(index - first, mask) for index, mask in masks if part.start <= index < part.stop]
-            adjusted = self._sampler.adjust(logits[part].float(), rows[part], state.token_ids, lengths[part], limits)
-            out = (self._sampled[0, part], self._sampled[1, part])
-            at = (inputs.sample_rows[part], inputs.lengths[part])
-            sampling.sample(adjusted.contiguous(), *at, state.params, *out, self._scratch)
-        rows_, lengths_ = inputs.sample_rows[: shape.num_samples], inputs.lengths[: shape.num_samples]
-        append_tokens(rows_, lengths_, self._sampled[0, : shape.num_samples], state.token_ids)
 
     # Sizes and memory.
 
@@ -236,7 +253,8 @@ class GpuRunner:
                 self._graphs.record(key, partial(self._launch, *key))
             taken += (self._taken() - taken) * len(self._graph_keys()) // len(self._graphs)
             self._graphs = Graphs(self._stream)
-        adjusting = _ADJUSTED * _ADJUSTED_COPIES * self.model_config.vocab_size * 4
+        # Logits drawn anew: copies of them, and with penalties of the rows' histories.
+        adjusting = _ADJUSTED * (_ADJUSTED_COPIES * self.model_config.vocab_size * 4 + 24 * self.max_model_len)
         left = allowed - taken - adjusting - _SPARE_BYTES
         pages = left // self.page_bytes - 1
         if pages < 1:
@@ -257,6 +275,14 @@ class GpuRunner:
         model = self.model_config
         shape = (model.num_layers, pages, 2, model.num_kv_heads, self._page_size, model.head_dim)
         return torch.zeros(shape, dtype=self.dtype, device=self.device).permute(0, 1, 4, 2, 3, 5)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Tells the end of the device from the failure of a step: after an error of the first kind all calls fail."""
+        try:
+            yield
+        except torch.AcceleratorError as error:
+            raise DeviceLost(str(error)) from error
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()

@@ -35,7 +35,7 @@ def write_runs(runs: Tensor, payload: Tensor, state: Tensor, longest: int) -> No
     _write_runs[(runs.shape[0], triton.cdiv(longest, _RUN_BLOCK))](runs, payload, state, BLOCK=_RUN_BLOCK, num_warps=4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "padding_slot"])
 def _gather_tokens(
     rows, positions, token_ids, page_table, tokens, slots, count, row_stride, table_stride, padding_slot,
     PAGE: tl.constexpr, BLOCK: tl.constexpr,
@@ -88,7 +88,7 @@ def gather_tokens(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _append_tokens(rows, lengths, tokens, token_ids, count, row_stride, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + at, mask=at < count, other=-1).to(tl.int64)

@@ -19,7 +19,7 @@ from engine.frames import MAX_FRAME_BYTES, FrameError, frame_length, take_frames
 from engine.messages import CoreInfo, RequestStart, SequenceOutput
 from engine.request import FinishReason, RejectReason, Request, RequestRejected, SamplingParams
 from engine.scheduler import Scheduler
-from engine.step import Step, StepResult
+from engine.step import DeviceLost, Step, StepResult
 
 VOCAB = 97
 EOS = 96
@@ -47,7 +47,7 @@ class SumRunner:
         self.gate = threading.Event()
         self.gate.set()
         self.steps = 0
-        self.failure: RuntimeError | None = None
+        self.failure: Exception | None = None
 
     def launch(self, step: Step) -> Step:
         self.gate.wait()
@@ -314,14 +314,27 @@ async def test_an_id_may_be_used_again_while_the_answer_to_a_cancelled_submit_is
         assert (stats.live_requests, stats.used_pages) == (0, 0)
 
 
-async def test_a_step_that_raises_ends_its_own_requests_only(served: Served) -> None:
+@pytest.mark.parametrize("failure", [RuntimeError("CUDA error"), OSError("no space left"), IndexError("too far")])
+async def test_a_step_that_raises_ends_its_own_requests_only(served: Served, failure: Exception) -> None:
     async with connected(served) as client:
-        served.runner.failure = RuntimeError("CUDA error")
+        served.runner.failure = failure
         failed = await client.submit(request("a", (8,) * 40, max_tokens=10))
         assert (await read(failed))[:2] == ([], FinishReason.ERROR)
         again = await client.submit(request("b", (8,) * 40, max_tokens=10))
         # What the failed step wrote is not served from the cache.
         assert await read(again) == (continuation((8,) * 40, 10), FinishReason.LENGTH, 0)
+
+
+def test_a_lost_device_ends_the_core(served: Served) -> None:
+    """No later request could be computed: whoever watches the process starts another."""
+    core = EngineCore(served.core.scheduler, SumRunner())
+    core.scheduler.add(request("a", (8,) * 40, max_tokens=10))
+    core._runner.failure = DeviceLost("an illegal memory access was encountered")
+    with pytest.raises(DeviceLost, match="illegal memory access"):
+        core.turn()
+    core.scheduler.abort("a")
+    for step in list(core.scheduler._in_flight.values()):
+        core.scheduler.fail(step, "lost")
 
 
 async def test_a_draining_core_refuses_and_finishes(served: Served) -> None:

@@ -129,10 +129,11 @@ def test_more_single_tokens_than_rows_and_the_window_filled(model_at, tools):
     assert output == tools.oracle(model, prompt, output)
 
 
-def test_warm_up_leaves_the_pool_at_zero(model_at):
-    """Nothing of it can be read later."""
+@pytest.mark.parametrize(("seqs", "tokens", "page"), [(2, 16, 16), (4, 8, 16), (1, 1, 16), (2, 8, 1)])
+def test_warm_up_leaves_the_pool_at_zero(seqs, tokens, page, model_at):
+    """Nothing of it can be read later, however small a step may be."""
     folder, _ = model_at("llama", num_hidden_layers=1)
-    runner = gpu_runner(folder, max_num_seqs=2, max_num_batched_tokens=16)
+    runner = gpu_runner(folder, max_num_seqs=seqs, max_num_batched_tokens=tokens, page_size=page)
     runner.warm_up()
     assert runner._kv_cache.shape[1] == runner.num_pages + 1
     assert runner._kv_cache.count_nonzero() == 0
