@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# All that needs a GPU, in one go: tests, kernels, steps, served loads, ladder. Results become docs/results' files.
+#   tests/gpu/run_all.sh MODEL_FOLDER SHAREGPT_FILE RESULT_FOLDER
+# MODEL_FOLDER needs no weights (python -m loadtest.dummy_model makes one). About half an hour on an H200.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+model=$1 sharegpt=$2 results=$3
+export PYTHONPATH=proto:.
+mkdir -p "$results"
+failed=0
+run() {
+    echo "== $*"
+    "$@" || failed=1
+}
+run python -m pytest -q -m "not full" tests/gpu tests/kernels tests/engine/model
+run python tests/gpu/bench_attention.py --output "$results/attention.json"
+run python tests/gpu/bench_sampling.py --output "$results/sampling.json"
+run python tests/gpu/bench_steps.py "$model" --output "$results/steps.json"
+run python -m loadtest.suite "$model" --repeat 3 --workers 4 --gate --sharegpt "$sharegpt" --result-dir "$results"
+run python -m loadtest.suite "$model" --rows card24 --workers 4 --result-dir "$results"
+run python -m cli bench ladder "$model" --load-format dummy --num-prompts 512 --max-output-len 1024 --prefix-len 512 \
+    --prefix-groups 8 --kv-tokens 262144 --repeat 3 --output-json "$results/ladder.json"
+exit $failed
