@@ -9,7 +9,7 @@ import grpc
 from fulcrum.v1 import inference_pb2 as pb
 from gateway.engines import CallContext, EnginePool, Generation, Read
 from gateway.errors import internal_error
-from gateway.sse import Ending, TokenCounts
+from gateway.sse import CallPiece, Ending, TokenCounts
 
 Merged = asyncio.Queue[tuple[int, pb.GenerateResponse | grpc.aio.AioRpcError | None]]
 
@@ -22,11 +22,13 @@ REASONS = {
 
 @dataclass(slots=True)  # not frozen, which would triple the time to make one
 class Piece:
-    """A choice goes on by this text, or ends."""
+    """A choice goes on by this, or ends."""
 
     index: int
     text: str
     ending: Ending | None = None
+    reasoning: str = ""
+    calls: tuple[CallPiece, ...] = ()
 
 
 class Answer:
@@ -51,7 +53,7 @@ class Answer:
             ]
             self._running = len(generations)
         self.counts = TokenCounts()
-        self.first_text_at: float | None = None  # on the monotonic clock
+        self.first_text_at: float | None = None  # of text of any kind; on the monotonic clock
         # The engine's id and its name of the model; of several prompts the first one's.
         self.request_id = generations[0].accepted.request_id
         self.model = generations[0].accepted.model
@@ -100,10 +102,15 @@ class Answer:
             kind = event.WhichOneof("event")
             if kind == "delta":
                 delta = event.delta
-                if text := delta.text:
+                text, reasoning, calls = delta.text, delta.reasoning, delta.tool_calls
+                if text or reasoning or calls:
                     if self.first_text_at is None:
                         self.first_text_at = time.monotonic()
-                    return Piece(number * self._n + delta.index, text)
+                    index = number * self._n + delta.index
+                    if not (reasoning or calls):
+                        return Piece(index, text)
+                    pieces = tuple(CallPiece(call.index, call.id, call.name, call.arguments) for call in calls)
+                    return Piece(index, text, reasoning=reasoning, calls=pieces)
             elif kind == "finished":
                 finished = event.finished
                 index = number * self._n + finished.index

@@ -45,8 +45,8 @@ PARAMS = {
     "salt": "cache_salt",
     "template_kwargs_json": "chat_template_kwargs",
 }
-# A tool call's name and arguments lie one level deeper in HTTP.
-CALLED = re.compile(r"(\.tool_calls\[\d+\]\.)(name|arguments)(?:_json)?$")
+# The parts of a tool and of a tool call lie one level deeper in HTTP.
+FUNCTION = re.compile(r"(tool(?:s|_calls)\[\d+\]\.)(name|arguments|description|parameters)(?:_json)?$")
 # Where the fault lies when the engine names no field.
 REASON_PARAMS = {"CONTEXT_LENGTH_EXCEEDED": "prompt", "TEMPLATE_ERROR": "prompt", "MODEL_NOT_FOUND": "model"}
 
@@ -170,4 +170,4 @@ def http_name(field: str, names: dict[str, str]) -> str:
         field = field.removeprefix(group)
     stem, bracket, rest = field.partition("[")
     stem = PARAMS.get(stem, stem)
-    return names.get(stem, stem) + CALLED.sub(r"\1function.\2", bracket + rest)
+    return FUNCTION.sub(r"\1function.\2", names.get(stem, stem) + bracket + rest)

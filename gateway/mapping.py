@@ -10,13 +10,20 @@ from gateway.schemas import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
+    Function,
     Message,
+    NamedTool,
     Sampling,
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
 
 UINT64 = 1 << 64
+MODES = {
+    "none": pb.ToolChoice.MODE_NONE,
+    "auto": pb.ToolChoice.MODE_AUTO,
+    "required": pb.ToolChoice.MODE_REQUIRED,
+}
 
 
 def chat_request(body: ChatRequest) -> pb.GenerateRequest:
@@ -85,6 +92,9 @@ def chat(body: ChatPrompt) -> pb.Chat:
     continued = bool(body.continue_final_message) and body.add_generation_prompt is None
     return pb.Chat(
         messages=[message(item) for item in body.messages],
+        tools=[tool(item.function) for item in body.tools or ()],
+        tool_choice=None if body.tool_choice is None else tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
         add_generation_prompt=False if continued else body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         template_kwargs_json=template_kwargs(body),
@@ -93,14 +103,34 @@ def chat(body: ChatPrompt) -> pb.Chat:
 
 def template_kwargs(body: ChatPrompt) -> str:
     """The template variables as JSON text; empty when there are none."""
-    if not body.chat_template_kwargs:
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    variables = effort | (body.chat_template_kwargs or {})
+    if not variables:
         return ""
     try:
-        return json.dumps(body.chat_template_kwargs, ensure_ascii=False, allow_nan=False)
+        return json.dumps(variables, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
         raise ApiError(
             400, f"Invalid 'chat_template_kwargs': {error}.", param="chat_template_kwargs", code="invalid_value"
         ) from error
+
+
+def tool(function: Function) -> pb.Tool:
+    """One tool. What the caller left out stays empty: {} are parameters too."""
+    parameters = function.parameters
+    return pb.Tool(
+        name=function.name,
+        description=function.description,
+        parameters_json=None if parameters is None else json.dumps(parameters, ensure_ascii=False),
+        strict=function.strict,
+    )
+
+
+def tool_choice(choice: str | NamedTool) -> pb.ToolChoice:
+    """Whether tools are to be called, or the one that is."""
+    if isinstance(choice, NamedTool):
+        return pb.ToolChoice(function=choice.function.name)
+    return pb.ToolChoice(mode=MODES[choice])
 
 
 def message(item: Message) -> pb.ChatMessage:
@@ -114,7 +144,7 @@ def message(item: Message) -> pb.ChatMessage:
             for call in item.tool_calls or ()
         ],
         tool_call_id=item.tool_call_id,
-        reasoning=item.reasoning_content,
+        reasoning=item.reasoning if item.reasoning_content is None else item.reasoning_content,
     )
 
 

@@ -27,7 +27,7 @@ from gateway.schemas import (
     parse,
     parse_tokenize,
 )
-from gateway.sse import ChatFormat, CompletionFormat, Ending, Format, Head, event
+from gateway.sse import ChatFormat, CompletionFormat, Ending, Format, Head, Said, event
 from gateway.transport import EventStream, Write, read_json, unless_gone
 
 VERSION = version("fulcrum-llm")
@@ -142,18 +142,18 @@ class Routes:
         return JSONResponse(await self._engine(request, self._whole(request, answer, shape), names))
 
     async def _whole(self, request: Request, answer: Answer, shape: Format) -> dict[str, Any]:
-        texts: list[list[str]] = [[] for _ in range(answer.choices)]
+        choices = [Said() for _ in range(answer.choices)]
         endings: dict[int, Ending] = {}
         try:
             while (piece := await answer.next()) is not None:
                 if piece.ending is None:
-                    texts[piece.index].append(piece.text)
+                    choices[piece.index].add(piece.text, piece.reasoning, piece.calls)
                 else:
                     endings[piece.index] = piece.ending
         finally:
             self._done(request, answer)
         in_order = [endings[index] for index in range(answer.choices)]
-        return shape.whole(["".join(text) for text in texts], in_order, answer.counts)
+        return shape.whole(choices, in_order, answer.counts)
 
     async def _write(
         self, request: Request, answer: Answer, shape: Format, names: dict[str, str], write: Write
@@ -162,10 +162,12 @@ class Routes:
         try:
             await write(shape.opening())
             while (piece := await answer.next()) is not None:
-                if piece.ending is None:
-                    await write(shape.piece(piece.index, piece.text))
-                else:
+                if piece.ending is not None:
                     await write(shape.ending(piece.index, piece.ending))
+                elif piece.reasoning or piece.calls:
+                    await write(shape.parts(piece.index, piece.text, piece.reasoning, piece.calls))
+                else:
+                    await write(shape.piece(piece.index, piece.text))
             return shape.closing(answer.counts)
         except grpc.aio.AioRpcError as error:
             return self._error_event(from_rpc(error, names, request.state.request_id))

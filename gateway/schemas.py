@@ -29,9 +29,7 @@ UInt32s = Annotated[list[UInt32], Field(fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 # Fields that change nothing here: accepted with any value and ignored.
-IGNORED = frozenset(
-    {"user", "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"}
-)
+IGNORED = frozenset({"user", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"})
 
 # Fields that are not served yet, and the values that ask for nothing.
 UNSERVED: dict[str, tuple[object, ...]] = {
@@ -43,13 +41,10 @@ UNSERVED: dict[str, tuple[object, ...]] = {
     "modalities": (None, ["text"]),
     "moderation": (None,),
     "prediction": (None,),
-    "reasoning_effort": (None,),
     "response_format": (None, {"type": "text"}),
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
     "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
     "top_logprobs": (None, 0),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
@@ -187,8 +182,37 @@ class ToolCall(Body):
     index: int | None = None
 
 
+class Function(Body):
+    """What a tool is: `parameters` is a JSON Schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """A function, by its name."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The one tool to call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class Message(Body):
-    """One message of a chat. The last five fields come back when a client sends an earlier answer unchanged."""
+    """One message of a chat. The last six fields come back when a client sends an earlier answer unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[ContentPart], Field(fail_fast=True), BeforeValidator(text_parts)] | None = None
@@ -196,6 +220,7 @@ class Message(Body):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
@@ -209,6 +234,11 @@ class ChatPrompt(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    # For templates that know it; others ignore it.
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
 
 class ChatRequest(Sampling, ChatPrompt):

@@ -5,9 +5,10 @@ The JSON around a streamed piece is made once per choice; a token costs one stri
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from json.encoder import encode_basestring
-from typing import Any
+from typing import Any, NamedTuple
 
 DONE = b"data: [DONE]\n\n"
 ACCEPTED = b": accepted\n\n"
@@ -77,6 +78,61 @@ class Ending:
     matched: str | int | None
 
 
+class CallPiece(NamedTuple):
+    """A piece of a tool call; `id` and `name` are in its first one."""
+
+    call: int
+    id: str
+    name: str
+    arguments: str
+
+    def delta(self) -> dict[str, Any]:
+        """OpenAI's delta of it."""
+        if not self.id:
+            return {"index": self.call, "function": {"arguments": self.arguments}}
+        return {"index": self.call, **self.whole()}
+
+    def whole(self) -> dict[str, Any]:
+        """OpenAI's tool call, where this is all of it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class Said:
+    """What a choice has said."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, list[CallPiece]] = {}
+
+    def add(self, text: str, reasoning: str, calls: Iterable[CallPiece]) -> None:
+        """It goes on."""
+        self._texts.append(text)
+        self._reasoning.append(reasoning)
+        for piece in calls:
+            self._calls.setdefault(piece.call, []).append(piece)
+
+    @property
+    def text(self) -> str:
+        """Its content."""
+        return "".join(self._texts)
+
+    def message(self) -> dict[str, Any]:
+        """OpenAI's message."""
+        text = self.text
+        message = {"role": "assistant", "content": None if self._calls and not text else text, "refusal": None}
+        calls = [
+            pieces[0]._replace(arguments="".join(piece.arguments for piece in pieces)).whole()
+            for _, pieces in sorted(self._calls.items())
+        ]
+        return message | reasoned("".join(self._reasoning)) | ({"tool_calls": calls} if calls else {})
+
+
+def reasoned(text: str) -> dict[str, str]:
+    """Reasoning under both of its names (vLLM's first one is reasoning_content)."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
 class Format(ABC):
     """One answer's JSON. Subclasses say what a choice looks like."""
 
@@ -100,8 +156,12 @@ class Format(ABC):
         """A choice in a chunk; text is None in its last one."""
 
     @abstractmethod
-    def _whole_choice(self, index: int, text: str) -> dict[str, Any]:
+    def _whole_choice(self, index: int, said: Said) -> dict[str, Any]:
         """A choice of the answer that is not streamed."""
+
+    @abstractmethod
+    def parts(self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece]) -> bytes:
+        """A piece of a choice that is not its text alone."""
 
     def piece(self, index: int, text: str) -> bytes:
         """A piece of a choice's text."""
@@ -118,11 +178,11 @@ class Format(ABC):
             return DONE
         return event({"object": self.streamed_object, "choices": []} | self._head | {"usage": counts.usage()}) + DONE
 
-    def whole(self, texts: list[str], endings: list[Ending], counts: TokenCounts) -> dict[str, Any]:
+    def whole(self, choices: list[Said], endings: list[Ending], counts: TokenCounts) -> dict[str, Any]:
         """The answer that is not streamed."""
-        pairs = enumerate(zip(texts, endings, strict=True))
-        choices = [self._whole_choice(index, text) | close(ending) for index, (text, ending) in pairs]
-        return {"object": self.whole_object, "choices": choices} | self._head | {"usage": counts.usage()}
+        pairs = enumerate(zip(choices, endings, strict=True))
+        closed = [self._whole_choice(index, said) | close(ending) for index, (said, ending) in pairs]
+        return {"object": self.whole_object, "choices": closed} | self._head | {"usage": counts.usage()}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
         return event({"object": self.streamed_object, "choices": choices} | self._head | self._tail)
@@ -149,8 +209,15 @@ class ChatFormat(Format):
     def _streamed_choice(self, index: int, text: str | None) -> dict[str, Any]:
         return {"index": index, "delta": {} if text is None else {"content": text}}
 
-    def _whole_choice(self, index: int, text: str) -> dict[str, Any]:
-        return {"index": index, "message": {"role": "assistant", "content": text, "refusal": None}}
+    def parts(self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece]) -> bytes:
+        """A chunk whose delta has reasoning, content and tool calls, in this order, where it has them."""
+        delta: dict[str, Any] = reasoned(reasoning) | ({"content": text} if text else {})
+        if tool_calls := [piece.delta() for piece in calls]:
+            delta["tool_calls"] = tool_calls
+        return self._chunk([{"index": index, "delta": delta} | OPEN])
+
+    def _whole_choice(self, index: int, said: Said) -> dict[str, Any]:
+        return {"index": index, "message": said.message()}
 
 
 class CompletionFormat(Format):
@@ -174,8 +241,12 @@ class CompletionFormat(Format):
     def _streamed_choice(self, index: int, text: str | None) -> dict[str, Any]:
         return {"index": index, "text": text or ""}
 
-    def _whole_choice(self, index: int, text: str) -> dict[str, Any]:
-        return {"index": index, "text": text if self._echo is None else self._echo[index] + text}
+    def parts(self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece]) -> bytes:
+        """The text: a continuation has nothing else."""
+        return self.piece(index, text)
+
+    def _whole_choice(self, index: int, said: Said) -> dict[str, Any]:
+        return {"index": index, "text": said.text if self._echo is None else self._echo[index] + said.text}
 
 
 def close(ending: Ending) -> dict[str, Any]:
