@@ -62,9 +62,16 @@ def _converse(runner: asyncio.Runner, client: FulcrumClient, params: Params, *, 
 
 async def _answer(client: FulcrumClient, request: pb.GenerateRequest, answer: list[str]) -> None:
     """Prints the answer as it comes, and gathers it in `answer`, so that it is known also when it is interrupted."""
+    thinking = False
     async with contextlib.aclosing(client.generate(request)) as events:
         async for event in events:
             if isinstance(event, pb.Delta):
+                if event.reasoning:
+                    click.secho(event.reasoning, dim=True, nl=False, err=True)
+                    thinking = True
+                if thinking and event.text:
+                    click.echo(err=True)
+                    thinking = False
                 answer.append(event.text)
                 click.echo(event.text, nl=False)
 

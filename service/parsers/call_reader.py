@@ -7,7 +7,6 @@ then holds its text.
 
 import json
 import re
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 
@@ -32,16 +31,18 @@ class CallReader(ABC):
         raw: its text, until it is called.
     """
 
-    def __init__(self, index: int, names: frozenset[str] | None = None) -> None:
+    def __init__(self, index: int, call_id: str, names: frozenset[str] | None = None) -> None:
         """Starts before the call's first character.
 
         Args:
             index: the call's number.
+            call_id: its id, should it be one.
             names: a call of any other name is none (None: any name is taken).
         """
         self.called = self.ended = False
         self.raw = ""
         self._index = index
+        self._id = call_id
         self._names = names
         self._name = ""
         self._complete = False  # the arguments are
@@ -85,7 +86,7 @@ class CallReader(ABC):
 
     def _begin(self) -> None:
         self.called, self.raw = True, ""
-        self._events.append(CallStart(self._index, f"call_{secrets.token_hex(12)}", self._name))
+        self._events.append(CallStart(self._index, self._id, self._name))
 
     def _flush(self) -> None:
         if self._arguments:

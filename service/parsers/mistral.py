@@ -1,5 +1,6 @@
 """Mistral: [TOOL_CALLS] and an array of {"name": "f", "arguments": {…}}; newer ones [TOOL_CALLS]f[ARGS]{…} for each."""
 
+import secrets
 from typing import Any
 
 from service.parsers.call_reader import CallObject, NamedCall
@@ -27,10 +28,13 @@ class Mistral(ToolParser):
         self._lead += text[: len(text) - len(body)]
         if body[:1] == "[":
             self._in_array = True
-            self._read(CallObject(self._calls), self._lead + "[")
+            self._read(CallObject(self._calls, self.new_id()), self._lead + "[")
             return body[1:]
         if body:
-            self._read(CallObject(self._calls) if body[0] == "{" else NamedCall(self._calls), self._lead)
+            self._read(
+                CallObject(self._calls, self.new_id()) if body[0] == "{" else NamedCall(self._calls, self.new_id()),
+                self._lead,
+            )
         return body
 
     def _behind(self, text: str) -> str:
@@ -38,10 +42,15 @@ class Mistral(ToolParser):
         if not text:
             return ""
         if self._in_array and text[0] == ",":
-            self._read(CallObject(self._calls), ",")
+            self._read(CallObject(self._calls, self.new_id()), ",")
             return text[1:]
         self._mode = self._skip
         return text[1:] if self._in_array and text[0] == "]" else text
+
+    @staticmethod
+    def new_id() -> str:
+        """Nine letters and digits: the templates of Mistral refuse anything else when the call comes back."""
+        return secrets.token_hex(5)[:9]
 
     @staticmethod
     def around_arguments(name: str) -> tuple[str, str]:

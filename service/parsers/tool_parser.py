@@ -1,5 +1,6 @@
 """What every tool parser shares: content up to a marker, a call, what comes behind it. Knows no format."""
 
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -49,6 +50,11 @@ class ToolParser(ABC):
         return self._taken()
 
     @staticmethod
+    def new_id() -> str:
+        """An id for a call."""
+        return f"call_{secrets.token_hex(12)}"
+
+    @staticmethod
     @abstractmethod
     def around_arguments(name: str) -> tuple[str, str]:
         """What stands before and behind the arguments of a call of this tool, as the model was taught to write it."""
@@ -88,7 +94,7 @@ class ToolParser(ABC):
 
     def _opened(self, lead: str) -> None:
         """The opening was met: `lead` is it, with the blanks before it."""
-        self._read(CallObject(self._calls), lead)
+        self._read(CallObject(self._calls, self.new_id()), lead)
 
     def _read(self, reader: CallReader, lead: str) -> None:
         """A call is to come. `lead`: what was read before it, content should no call come."""

@@ -5,18 +5,22 @@ prompt formats of Llama 3.1 at llama.com/docs; Mistral: docs.mistral.ai, and tok
 """
 
 import json
+import lzma
 import re
 
 import pytest
+import tokenizers
 import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from service.detokenizer import Detokenizer
 from service.parsers.events import Arguments, CallEnd, CallStart, Content, Reasoning
 from service.parsers.forced import forced_calls
 from service.parsers.output_parser import OutputParser
 from service.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, Formats
 from service.parsers.think import Think
+from service.tokenizer import Tokenizer
 
 NAMES = frozenset({"get_current_temperature", "get_temperature_date", "get_stock_fundamentals", "weather", "f", "g"})
 
@@ -37,7 +41,7 @@ def parsed(parser, pieces):
                 reasoning += text
             case CallStart(call, call_id, name):
                 assert (call, open_call) == (len(calls), None)
-                assert re.fullmatch(r"call_[0-9a-f]{24}", call_id)
+                assert re.fullmatch(r"call_[0-9a-f]{24}|[0-9a-f]{9}", call_id)
                 assert call_id not in ids
                 ids.add(call_id)
                 open_call = call
@@ -223,6 +227,29 @@ def test_what_models_write(case):
     name, text, content, calls = WRITTEN[case]
     assert read(name, text) == (content, calls)
     assert read(name, *text) == (content, calls)
+
+
+def test_ids_are_those_that_the_templates_take_back():
+    """Mistral's templates raise "Tool call IDs should be alphanumeric strings with length 9!"."""
+    parser = OutputParser(None, TOOL_PARSERS["mistral"](NAMES))
+    events = parser.feed('[TOOL_CALLS][{"name": "f", "arguments": {}}][TOOL_CALLS]g[ARGS]{}')
+    ids = [event.id for event in events if isinstance(event, CallStart)]
+    assert len(set(ids)) == 2
+    assert all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
+    assert TOOL_PARSERS["hermes"].new_id().startswith("call_")
+
+
+def test_tokens_of_a_real_vocabulary(data_file):
+    """Qwen 3's markers are tokens of their own; the rest comes in whole words and halves of characters."""
+    packed = lzma.decompress(data_file("tokenizers/qwen3_tokenizer.json.xz").read_bytes()).decode()
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(packed), {})
+    arguments = '{"city": "Köln 🌧", "days": 3}'
+    text = f'<think>\nÄh.\n</think>\n\nHm 🌧.\n<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    ids = tokenizer.encode(text)
+    assert {tokenizer.token_id(marker) for marker in ("<think>", "</think>", "<tool_call>", "</tool_call>")} < {*ids}
+    detokenizer = Detokenizer(tokenizer)
+    parser = OutputParser(Think(False), TOOL_PARSERS["hermes"](NAMES))
+    assert parsed(parser, map(detokenizer.step, ids)) == ("Hm 🌧.", "Äh.", [("f", arguments)])
 
 
 @pytest.mark.parametrize(("name", "text"), NO_CALL_CASES)
