@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import secrets
-import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import click
 
 from cli import processes, settings
 from cli.batch_file import Answers, BatchFileError, Requests, Row
+from cli.report import EngineReport
 from cli.run import Failed, run
 from cli.serve import Both, running
 from cli.settings import Params
@@ -122,31 +122,23 @@ async def _server(
         yield Server(url, params["api_key"], _CONCURRENCY)
         return
     key = secrets.token_urlsafe(32)
-    with tempfile.TemporaryDirectory(prefix="fulcrum-batch-") as folder:
-        own: Mapping[str, Any] = processes.with_counts(
-            {
-                **params,
-                "host": "127.0.0.1",
-                "port": 0,
-                "grpc_port": 0,
-                "admin_address": params["admin_address"] or f"unix:{folder}/admin.sock",
-                "max_priority": _MAX_PRIORITY if params["max_priority"] is None else params["max_priority"],
-                "grace": 0.0,
-            }
-        )
-        async with running(
-            settings.child_arguments(engine, own),
-            lambda report: (
-                settings.child_arguments(gateway, own, engine=",".join(report.process_addresses))
-                if report.process_addresses
-                else settings.child_arguments(gateway, own, engine=report.address)
-            ),
-            engine_variables=settings.key_variables((key,)),
-            gateway_variables=settings.key_variables((key,), key),
-            grace=0.0,
-            signals=signals,
-        ) as both:
-            yield Server(f"http://{both.address}", key, both.report.max_num_seqs, both)
+    any_priority = _MAX_PRIORITY if params["max_priority"] is None else params["max_priority"]
+    own: Mapping[str, Any] = processes.with_counts(
+        {**params, "host": "127.0.0.1", "port": 0, "grpc_port": 0, "max_priority": any_priority, "grace": 0.0}
+    )
+
+    def gateway_line(report: EngineReport) -> list[str]:
+        return settings.child_arguments(gateway, own, engine=",".join(report.process_addresses) or report.address)
+
+    async with running(
+        settings.child_arguments(engine, own),
+        gateway_line,
+        engine_variables=settings.key_variables((key,)),
+        gateway_variables=settings.key_variables((key,), key),
+        grace=0.0,
+        signals=signals,
+    ) as both:
+        yield Server(f"http://{both.address}", key, both.report.max_num_seqs, both)
 
 
 async def _answer_all(

@@ -140,7 +140,6 @@ def generate(prompt: str | None, **params: Any) -> None:
     options.engine_settings,
     options.service_settings,
     options.workers,
-    options.log_level,
 )
 def batch(source: Path, target: Path, **params: Any) -> None:
     """Answer every request of INPUT into OUTPUT, both in OpenAI's batch format (a JSON object a line).

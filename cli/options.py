@@ -65,9 +65,8 @@ model = click.argument("model", required=False, envvar="FULCRUM_MODEL")
 host = option("--host", default="127.0.0.1", help="Address to listen on. Anything but loopback needs an API key.")
 http_port = option("--port", default=8000, type=port, help="Port of the OpenAI API (0: any free one).")
 grpc_port = option("--grpc-port", default=50051, type=port, help="Port of the gRPC API (0: any free one).")
-log_level = option(
-    "--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]), help="Least level logged."
-)
+log_levels = click.Choice(["debug", "info", "warning", "error"])
+log_level = option("--log-level", default="info", type=log_levels, help="Least level logged.")
 request_timeout = option(
     "--request-timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds after which a request is ended."
 )
@@ -205,6 +204,7 @@ batch = together(
         help="Seconds after which a request is ended; its row is an error then.",
     ),
     option("--fail-on-error/--no-fail-on-error", default=False, help="Exit status 1 if a row is an error."),
+    option("--log-level", default="warning", type=log_levels, help="Least level logged, of its own server."),
     option("--progress/--no-progress", default=True, help="Draw a progress bar where standard error is a terminal."),
 )
 

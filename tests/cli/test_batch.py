@@ -3,7 +3,11 @@
 import fcntl
 import json
 import os
+import pty
 import signal
+import subprocess
+import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -255,6 +259,20 @@ def test_a_server_that_stays_away_leaves_its_rows_for_the_next_run(
     assert result.exit_code == 0, result.output
     assert len(server.asked) == 2
     assert sorted(each["custom_id"] for each in read(tmp_path / "out")) == list("012345")
+
+
+def test_a_terminal_gets_a_progress_bar(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", line("a", prompt="A"), line("b", prompt="B"))
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    with replying(ok) as server, os.fdopen(ours, "rb", 0) as screen:
+        command = [sys.executable, "-m", "cli", "batch", source, tmp_path / "out", f"--base-url={server.url}"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, text=True, timeout=60, check=True)
+        os.close(theirs)
+        drawn = screen.read(65536).decode()
+    assert "2/2" in drawn
+    assert "failed=0" in drawn
+    assert done.stdout == "2 rows: 2 answered, 0 of them with an error, 0 left\n"
 
 
 def test_ctrl_c_keeps_what_is_there(fulcrum, tmp_path: Path) -> None:
