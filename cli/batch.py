@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 # A server of which only the address is known.
 _CONCURRENCY = 64
-# "Try again", with the seconds to wait where the server names none: a minute, then the batch stops.
+# "Try again": after these seconds, or as late as the server asks for. When they are used up (five minutes), it stops.
 _TRY_AGAIN = frozenset({429, 503})
-_WAITS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
-_LONGEST_WAIT = 60.0
+_WAITS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 60.0, 120.0)
+_LONGEST_WAIT = 600.0
 _MAX_PRIORITY = 2**31 - 1
 
 
@@ -178,7 +178,8 @@ async def _answer(client: "httpx.AsyncClient", row: Row) -> dict[str, Any]:
                 return _line(row, response)
             asked, problem = response.headers.get("retry-after"), f"status {response.status_code}"
         if wait is not None:
-            await asyncio.sleep(min(float(asked), _LONGEST_WAIT) if asked and asked.isdecimal() else wait)
+            least = float(asked) if asked is not None and asked.isdecimal() else 0.0
+            await asyncio.sleep(max(wait, min(least, _LONGEST_WAIT)))
     raise Failed(f"{client.base_url}: {problem}, {len(_WAITS) + 1} times; the same command goes on from here")
 
 

@@ -206,13 +206,25 @@ def test_as_many_requests_run_together_as_are_allowed(tmp_path: Path) -> None:
     assert not together.broken
 
 
-def test_a_busy_server_is_asked_again(tmp_path: Path) -> None:
+def test_a_busy_server_is_asked_again_as_late_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.batch._WAITS", (0.01, 0.01, 0.01))
     source = write(tmp_path / "in", line("a", prompt="A"))
-    refusals = [(429, {"retry-after": "0"}, b"{}"), (503, {"retry-after": "0"}, b"no JSON")]
-    with replying(lambda number, body: refusals[number] if number < 2 else ok(number, body)) as server:
+    refusals: list[Reply] = [
+        (429, {"retry-after": "1"}, b"{}"),
+        (503, {"retry-after": "0"}, b"no JSON"),
+        (503, {}, b""),
+    ]
+    asked: list[float] = []
+
+    def reply(number: int, body: dict[str, Any]) -> Reply:
+        asked.append(time.monotonic())
+        return refusals[number] if number < 3 else ok(number, body)
+
+    with replying(reply) as server:
         result = batch(source, tmp_path / "out", f"--base-url={server.url}")
     assert result.exit_code == 0, result.output
-    assert len(server.asked) == 3
+    assert len(asked) == 4
+    assert asked[1] - asked[0] >= 1
     assert [each["response"]["status_code"] for each in read(tmp_path / "out")] == [200]
 
 

@@ -246,7 +246,7 @@ def test_example_chat(served: Any) -> None:
 
 def test_example_abort(served: Any) -> None:
     left, *lines = example("grpc_abort", served.grpc, served.admin).splitlines()
-    assert left.startswith("left after: '")
+    assert left.startswith("left after: ")
     assert lines == [
         "task cancelled: True",
         "deadline: DEADLINE_EXCEEDED",
