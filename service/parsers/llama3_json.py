@@ -12,9 +12,9 @@ class Llama3Json(ToolParser):
     markers = (opening,)
     separator = "; "
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, names: frozenset[str], *, prefilled: bool = False) -> None:
         """As ToolParser."""
-        super().__init__(names)
+        super().__init__(names, prefilled=prefilled)
         self._mode = self._start
 
     def _start(self, text: str) -> str:

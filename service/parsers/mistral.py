@@ -13,11 +13,12 @@ class Mistral(ToolParser):
     opening = "[TOOL_CALLS]"
     markers = (opening, "[ARGS]", "[CALL_ID]")
     separator = ", "
+    prefill = opening
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, names: frozenset[str], *, prefilled: bool = False) -> None:
         """As ToolParser."""
-        super().__init__(names)
         self._in_array = False
+        super().__init__(names, prefilled=prefilled)
 
     def _opened(self, lead: str) -> None:
         self._lead, self._mode, self._in_array = lead, self._form, False
@@ -59,7 +60,6 @@ class Mistral(ToolParser):
 
     @staticmethod
     def around_calls(calls: dict[str, Any]) -> dict[str, Any]:
-        """An array behind the marker, which is one special token."""
-        marker = {"type": "token", "token": "[TOOL_CALLS]"}
+        """An array; the prompt ends with the marker, a special token that no grammar can ask for."""
         brackets = [{"type": "const_string", "value": bracket} for bracket in "[]"]
-        return {"type": "sequence", "elements": [marker, brackets[0], calls, brackets[1]]}
+        return {"type": "sequence", "elements": [brackets[0], calls, brackets[1]]}

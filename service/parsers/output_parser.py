@@ -17,6 +17,8 @@ class Reading:
         tools: the form of tool calls, where there are tools.
         names: the tools' names.
         parallel: more than one call may come.
+        prefilled: the prompt ends with the beginning of a call (ToolParser.prefill).
+        forced: the grammar of an output that has to call a tool; "": it need not.
     """
 
     reasoning: type[Think] | None = None
@@ -24,6 +26,8 @@ class Reading:
     tools: type[ToolParser] | None = None
     names: frozenset[str] = frozenset()
     parallel: bool = True
+    prefilled: bool = False
+    forced: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -34,7 +38,7 @@ class Reading:
         """A parser for one answer."""
         return OutputParser(
             None if self.reasoning is None else self.reasoning(self.opened),
-            None if self.tools is None else self.tools(self.names),
+            None if self.tools is None else self.tools(self.names, prefilled=self.prefilled),
             parallel=self.parallel,
         )
 

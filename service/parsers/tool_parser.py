@@ -23,9 +23,10 @@ class ToolParser(ABC):
     opening: ClassVar[str]  # the marker before a call
     markers: ClassVar[tuple[str, ...]]  # texts that must be seen, though they may be special tokens
     separator: ClassVar[str]  # between two calls, as the model was taught to write it
+    prefill: ClassVar[str] = ""  # what a prompt ends with where a call must follow
 
-    def __init__(self, names: frozenset[str]) -> None:
-        """Takes the names of the tools."""
+    def __init__(self, names: frozenset[str], *, prefilled: bool = False) -> None:
+        """Takes the names of the tools. `prefilled`: the prompt ends with `prefill`."""
         self._names = names
         self._calls = 0
         self._events: list[Event] = []
@@ -33,6 +34,8 @@ class ToolParser(ABC):
         self._mode: Callable[[str], str] = self._content
         self._reader: CallReader | None = None
         self._lead = ""  # what stands before the reader's text
+        if prefilled and self.prefill:
+            self._opened("")
 
     def feed(self, text: str) -> list[Event]:
         """Takes the next piece of the text; returns what is known by now."""

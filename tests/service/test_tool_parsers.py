@@ -410,21 +410,21 @@ POINT = {
     "$defs": {"at": {"type": "integer"}},
 }
 FORCED = {"f": POINT, "g": {"type": "object", "properties": {}, "additionalProperties": False}}
-TOKENS = [*(chr(number) for number in range(32, 127)), "\n", "[TOOL_CALLS]", "</s>"]
+TOKENS = [*(chr(number) for number in range(32, 127)), "\n", "</s>"]
 
 
 def accepts(grammar, text):
     """Whether the grammar takes the text from its beginning to its end."""
     info = xgrammar.TokenizerInfo(TOKENS, stop_token_ids=[len(TOKENS) - 1])
     matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_structural_tag(grammar))
-    ids = [TOKENS.index(token) for token in re.findall(r"\[TOOL_CALLS\]|.|\n", text)]
+    ids = [TOKENS.index(char) for char in text]
     return all(matcher.accept_token(token) for token in ids) and matcher.accept_token(len(TOKENS) - 1)
 
 
 FORMS = {
     "hermes": ('<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>', "{}", "\n"),
     "llama3_json": ('{{"name": "{}", "parameters": {}}}', "{}", "; "),
-    "mistral": ('{{"name": "{}", "arguments": {}}}', "[TOOL_CALLS][{}]", ", "),
+    "mistral": ('{{"name": "{}", "arguments": {}}}', "[{}]", ", "),
 }
 
 
@@ -440,7 +440,11 @@ def test_a_forced_output_is_calls_and_is_read_as_such(name):
     grammar = forced_calls(TOOL_PARSERS[name], FORCED)
     for calls in (one, two):
         assert accepts(grammar, text(*calls))
-        assert read(name, text(*calls)) == ("", calls)
+        parser = OutputParser(None, TOOL_PARSERS[name](NAMES, prefilled=True))
+        assert parsed(parser, text(*calls)) == ("", "", calls)
+        assert (
+            parsed(OutputParser(None, TOOL_PARSERS[name](NAMES)), TOOL_PARSERS[name].prefill + text(*calls))[2] == calls
+        )
     assert not accepts(grammar, "Hello")
     assert not accepts(grammar, "")
     assert not accepts(grammar, text(("f", '{"at": "3"}')))
@@ -454,3 +458,25 @@ def test_a_forced_output_is_calls_and_is_read_as_such(name):
     assert not accepts(named, text(("g", "{}"), ("g", "{}")))
     with pytest.raises(KeyError):
         forced_calls(TOOL_PARSERS[name], FORCED, only="stranger")
+
+
+def test_a_forced_output_may_be_thought_about():
+    call = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+    free, opened = (
+        forced_calls(TOOL_PARSERS["hermes"], FORCED, reasoning=Think, opened=opened) for opened in (False, True)
+    )
+    thought = "\nHm <tool_call> {\n</think>\n\n"
+    assert accepts(free, call)
+    assert accepts(free, "<think>" + thought + call)
+    assert accepts(opened, thought + call)
+    assert not accepts(opened, call)
+    for grammar, text in ((free, "<think>"), (opened, "")):
+        assert not accepts(grammar, text + thought)
+        assert not accepts(grammar, text + thought + "Hm " + call)
+    assert not accepts(free, thought + call)
+
+
+def test_white_space_in_forced_arguments_is_bounded():
+    grammar = forced_calls(TOOL_PARSERS["llama3_json"], FORCED)
+    assert accepts(grammar, '{"name": "f", "parameters": {' + " " * 16 + '"at": 3}}')
+    assert not accepts(grammar, '{"name": "f", "parameters": {' + " " * 17 + '"at": 3}}')
