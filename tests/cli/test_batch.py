@@ -56,7 +56,7 @@ def answer(custom_id: str, status: int = 200) -> dict[str, Any]:
 
 
 def test_killed_and_resumed_it_answers_every_row_once_as_single_requests_are(
-    fulcrum, await_end: Callable[[list[int]], None], tiny_model: Path, tmp_path: Path
+    fulcrum, tiny_model: Path, tmp_path: Path
 ) -> None:
     # fmt: off
     settings = ["--load-format=dummy", "--dtype=float32", "--device=cpu", "--threads=1", "--memory-budget=32MiB",
@@ -73,23 +73,24 @@ def test_killed_and_resumed_it_answers_every_row_once_as_single_requests_are(
     source, target = write(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
     command = ["batch", source, target, f"--model={tiny_model}", *settings, "--max-concurrency=2"]
 
-    serve = fulcrum("serve", tiny_model, *settings, "--port=0", "--grpc-port=0")  # starts beside the batch
-    killed = fulcrum(*command)
+    serve = fulcrum("serve", tiny_model, *settings, "--port=0", "--grpc-port=0")
+    url = serve.expect(r"OpenAI API +(\S+)/v1")
+    serve.expect(r"(Ctrl-C)")
+
+    killed = fulcrum(*command, f"--base-url={url}/v1")
     deadline = time.monotonic() + 60
     while not target.exists() or target.read_bytes().count(b"\n") < 5:
         assert time.monotonic() < deadline, killed.log.read_text()
         assert killed.process.poll() is None, killed.log.read_text()
         time.sleep(0.01)
-    family = killed.descendants()
     os.kill(killed.process.pid, signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL
-    await_end(family)  # nothing of the engine is left either
     before = target.read_bytes()
     whole = before[: before.rindex(b"\n") + 1]
     assert 5 <= whole.count(b"\n") < len(rows)
     target.write_bytes(whole + b'{"id":"batch_req_1","custom_id":"text-15","respon')
 
-    resumed = fulcrum(*command)
+    resumed = fulcrum(*command)  # with an engine of its own
     assert resumed.wait() == 0, resumed.log.read_text()
     resumed.expect(r"(27 rows: 27 answered, 2 of them with an error, 0 left)")
     after = target.read_bytes()
@@ -99,7 +100,6 @@ def test_killed_and_resumed_it_answers_every_row_once_as_single_requests_are(
     assert len({each["id"] for each in answers}) == len(rows)
     assert all(each["error"] is None for each in answers)
 
-    url = serve.expect(r"OpenAI API +(\S+)/v1")
     by_id = {each["custom_id"]: each["response"] for each in answers}
     with httpx.Client(base_url=url, timeout=60) as client:
         for row in rows:
