@@ -166,6 +166,12 @@ service_settings = together(
     ),
     option("--metrics-port", type=port, show_default="not served", help="Serves the engine's Prometheus metrics here."),
     option(
+        "--grammar-timeout",
+        default=10.0,
+        type=click.FloatRange(min=0, min_open=True),
+        help="Seconds that the compilation of a JSON schema, regex or grammar may take.",
+    ),
+    option(
         "--max-priority", type=int, show_default="any; 0 with keys", help="Highest priority that callers may ask for."
     ),
     option(

@@ -66,6 +66,7 @@ def service_config(params: Params, model: Path, *, grpc_port: int, admin: bool =
             reasoning_parser=params["reasoning_parser"],
             tokenizer=params["tokenizer"],
             request_timeout=params["request_timeout"],
+            grammar_timeout=params["grammar_timeout"],
             metrics_port=params["metrics_port"],
             grace_seconds=params["grace"],
             reuse_port=(params["service_workers"] or 1) > 1,

@@ -37,6 +37,7 @@ class ServiceConfig:
         min_ping_seconds: keepalive pings of clients are tolerated down to this interval, also without calls.
         reuse_port: several service processes share one port (SO_REUSEPORT).
         tokenizer_threads: threads that render and tokenize beside the event loop.
+        grammar_timeout: seconds that the compilation of a schema, regex or grammar may take.
     """
 
     model: Path
@@ -57,6 +58,7 @@ class ServiceConfig:
     min_ping_seconds: float = 5.0
     reuse_port: bool = False
     tokenizer_threads: int = 2
+    grammar_timeout: float = 10.0
 
     def __post_init__(self) -> None:
         """Raises: ValueError naming the setting that is wrong."""
@@ -70,7 +72,7 @@ class ServiceConfig:
         if self.admin_address not in (None, AUTO):
             self._check_address("admin_address", self.admin_address, open_without_key=False)
         check_names(self.tool_parser, self.reasoning_parser)
-        for name in ("request_timeout", "min_ping_seconds"):
+        for name in ("request_timeout", "min_ping_seconds", "grammar_timeout"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be above 0 seconds, not {value}")

@@ -24,6 +24,7 @@ from service.admin import AdminServicer
 from service.auth import Authenticator
 from service.config import AUTO, ServiceConfig, is_unix, split_address, unix_path
 from service.errors import draining, engine_dead
+from service.grammar import GrammarCompiler
 from service.guard import Guard
 from service.live import LiveCalls
 from service.metrics import EngineCollector, MetricsServer
@@ -81,15 +82,19 @@ async def serve(
     authenticator = Authenticator(config.api_keys, config.max_priority)
     guard = Guard(authenticator)
     live = LiveCalls(config.request_timeout)
+    grammars = GrammarCompiler(
+        model.prompts.tokenizer, core.info.vocab_size, core.info.eos_token_ids, seconds=config.grammar_timeout
+    )
     health = HealthServicer()
     for service in ("", INFERENCE, ADMIN):
         await health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
     async with AsyncExitStack() as cleanup:
         cleanup.callback(model.prompts.close)
+        cleanup.push_async_callback(grammars.close)
         main = _new_server(config, guard)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceServicer(core, model, authenticator, live), main
+            InferenceServicer(core, model, authenticator, live, grammars), main
         )
         health_pb2_grpc.add_HealthServicer_to_server(health, main)
         _add_reflection(main, (INFERENCE, HEALTH))

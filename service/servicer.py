@@ -9,12 +9,13 @@ import grpc
 
 from engine.client import CoreClient, CoreDied, RequestStream
 from engine.messages import RequestStart
-from engine.request import Request, RequestRejected
+from engine.request import RejectReason, Request, RequestRejected
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc
 from service.auth import Authenticator
 from service.choice import Choice
 from service.errors import Violation, draining, engine_dead, invalid
+from service.grammar import Compiled, GrammarCompiler
 from service.live import LiveCalls
 from service.model import ServedModel
 from service.parsed_choice import ParsedChoice
@@ -36,10 +37,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         model: tokenizer, template, defaults and names.
         authenticator: tells what a caller may ask for.
         live: the open Generate calls.
+        grammars: compiles what constrains a text.
     """
 
-    def __init__(self, core: CoreClient, model: ServedModel, authenticator: Authenticator, live: LiveCalls) -> None:
+    def __init__(
+        self,
+        core: CoreClient,
+        model: ServedModel,
+        authenticator: Authenticator,
+        live: LiveCalls,
+        grammars: GrammarCompiler,
+    ) -> None:
         self._core = core
+        self._grammars = grammars
         self._model = model
         self._authenticator = authenticator
         self._live = live
@@ -62,6 +72,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         asked = plan(request, core.info, model.defaults, self._authenticator.caller(metadata))
         field, prompt, reading = await self._prompt(request)
         params = fit(asked, prompt, field, core.info)
+        grammar = None if asked.constraint is None else await self._grammars.compile(asked.constraint)
         job = Request(
             request_id=asked.request_id,
             prompt=tuple(prompt),
@@ -70,11 +81,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             salt=asked.salt,
             bypass_cache=asked.bypass_cache,
             arrival=arrival,
+            grammar="" if grammar is None else grammar.key,
         )
-        try:
-            stream = await core.submit(job)
-        except RequestRejected as rejected:
-            raise refusal(rejected, job, field, core.info) from rejected
+        stream = await self._submit(job, grammar, field)
         label = _label(metadata)
         logger.debug("request %s (%s) is accepted: %d prompt tokens", asked.request_id, label, len(prompt))
         try:
@@ -101,6 +110,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if field == "chat":
             return field, *await self._model.prompts.chat(request.chat, window=window)
         raise invalid([Violation("prompt", "one of text, token_ids and chat is needed")])
+
+    async def _submit(self, job: Request, grammar: Compiled | None, prompt_field: str) -> RequestStream:
+        """The core may have forgotten a grammar that it was given: it gets it once more then."""
+        for last in (grammar is None, True):
+            if grammar is not None:
+                await self._core.load_grammar(grammar.key, grammar.data, lambda: self._grammars.vocabulary)
+            try:
+                return await self._core.submit(job)
+            except RequestRejected as rejected:
+                if last or rejected.reason is not RejectReason.UNKNOWN_GRAMMAR:
+                    raise refusal(rejected, job, prompt_field, self._core.info) from rejected
+        raise AssertionError("the last try returns or raises")
 
     async def _stream(self, stream: RequestStream, job: Request, choices: list[Choice], context: Context) -> pb.Usage:
         """Writes everything between Accepted and Usage; a write waits for a slow reader, the stream merges."""

@@ -3,6 +3,7 @@
 Knows neither tokenizer nor template: what depends on the prompt's length is checked by `fit` after tokenization.
 """
 
+import json
 import math
 import uuid
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from engine.request import RejectReason, Request, RequestRejected, SamplingParam
 from fulcrum.v1 import inference_pb2 as pb
 from service.auth import Caller
 from service.errors import ApiError, Violation, draining, invalid, not_served
+from service.grammar import Constraint
 
 # The engine's names of fields -> the proto's.
 _PROTO_PATHS = {
@@ -32,6 +34,8 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_REQUEST_ID_BYTES = 128
 MAX_SALT_BYTES = 256
+MAX_GRAMMAR_BYTES = 64 << 10
+MAX_CHOICES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class Plan:
         max_tokens: None where the request is silent.
         stop: stop strings.
         include_stop: leaves the matched stop in the text.
+        constraint: what the text must follow.
         text, token_ids: what the deltas carry.
     """
 
@@ -57,6 +62,7 @@ class Plan:
     priority: int
     salt: str
     bypass_cache: bool
+    constraint: Constraint | None = None
 
 
 class Violations(list[Violation]):
@@ -106,6 +112,7 @@ def plan(request: pb.GenerateRequest, info: CoreInfo, defaults: GenerationDefaul
     bad.unless(
         len(request.cache.salt.encode()) <= MAX_SALT_BYTES, "cache.salt", f"must be of at most {MAX_SALT_BYTES} bytes"
     )
+    constraint = _constraint(request, bad)
     bad.check()
     _refuse_unserved(request)
     if caller.max_priority is not None and request.priority > caller.max_priority:
@@ -127,6 +134,7 @@ def plan(request: pb.GenerateRequest, info: CoreInfo, defaults: GenerationDefaul
         priority=request.priority,
         salt=request.cache.salt,
         bypass_cache=request.cache.bypass,
+        constraint=constraint,
     )
 
 
@@ -194,7 +202,7 @@ def refusal(rejected: RequestRejected, job: Request, prompt_field: str, info: Co
             return ApiError(code.RESOURCE_EXHAUSTED, "QUEUE_FULL", text, retry_after=1.0)
         case RejectReason.DRAINING:
             return draining()
-        case RejectReason.INVALID:
+        case RejectReason.INVALID | RejectReason.UNKNOWN_GRAMMAR:
             return ApiError(code.INVALID_ARGUMENT, "INVALID_PARAMETER", text, field=field)
 
 
@@ -266,10 +274,27 @@ def _check_stopping(stopping: pb.StoppingCriteria, info: CoreInfo, bad: Violatio
     bad.token_ids(field, stopping.stop_token_ids[:MAX_STOP_TOKEN_IDS], info.vocab_size)
 
 
+def _constraint(request: pb.GenerateRequest, bad: Violations) -> Constraint | None:
+    kind = request.WhichOneof("constraint")
+    if kind is None:
+        return None
+    if kind == "json_object":
+        bad.unless(request.json_object, kind, "must be true when set")
+        return Constraint(kind, "")
+    if kind == "choices":
+        choices = request.choices.choices
+        bad.unless(0 < len(choices) <= MAX_CHOICES, kind, f"there are {len(choices)}; must be 1 to {MAX_CHOICES}")
+        bad.unless(all(choices), kind, "none may be empty")
+        text = json.dumps(list(choices), ensure_ascii=False)
+    else:
+        text = getattr(request, kind)
+        bad.unless(bool(text), kind, "is empty")
+    size = len(text.encode())
+    bad.unless(size <= MAX_GRAMMAR_BYTES, kind, f"has {size} bytes; at most {MAX_GRAMMAR_BYTES} are taken")
+    return Constraint(kind, text)
+
+
 def _refuse_unserved(request: pb.GenerateRequest) -> None:
-    constraint = request.WhichOneof("constraint")
-    if constraint is not None:
-        raise not_served(constraint, f"constrained generation ({constraint}) is")
     for field in ("top_logprobs", "prompt_logprobs"):
         if request.output.HasField(field):
             raise not_served(f"output.{field}", "logprobs are")

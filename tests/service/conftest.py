@@ -15,6 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.client import CoreDied, RequestStream
+from engine.grammar import Vocabulary
 from engine.messages import CoreInfo, CoreStats, RequestStart, SequenceOutput
 from engine.request import FinishReason, RejectReason, Request, RequestRejected
 from fulcrum.v1 import inference_pb2_grpc
@@ -72,6 +73,7 @@ class FakeCore:
         self.info = CoreInfo(**(known | info))
         self.draining = False
         self.requests: list[Request] = []
+        self.grammars: list[tuple[str, bytes, Vocabulary]] = []
         self.streams: dict[str, RequestStream] = {}
         self.aborted: list[str] = []
         self.ended: list[tuple[str, int]] = []
@@ -81,6 +83,9 @@ class FakeCore:
         self._closed = asyncio.Event()
 
     # What the service calls.
+
+    async def load_grammar(self, key: str, data: bytes, vocabulary: Callable[[], Vocabulary]) -> None:
+        self.grammars.append((key, data, vocabulary()))
 
     async def submit(self, request: Request) -> RequestStream:
         if self._closed.is_set():

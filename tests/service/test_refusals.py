@@ -158,11 +158,6 @@ async def test_a_refusal_is_small_whatever_was_sent(make_core, serving, details)
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"json_schema": "{}"}, "json_schema"),
-        ({"json_object": True}, "json_object"),
-        ({"regex": "a+"}, "regex"),
-        ({"grammar": 'root ::= "a"'}, "grammar"),
-        ({"choices": pb.Choices(choices=["a"])}, "choices"),
         ({"output": O(top_logprobs=0)}, "output.top_logprobs"),
         ({"output": O(prompt_logprobs=1)}, "output.prompt_logprobs"),
     ],

@@ -1,0 +1,319 @@
+"""Nodes of a JSON Schema as plain assertions, and what can be done with them: both at once, neither, the values left.
+
+A flat node is a dict of assertions alone: `type` is a set of types, `enum` a list (`const` an enum of one), `excluded`
+a list of values that it is not, and `fractional` says that it is no integer. Sub-schemas stand with the JSON pointers
+of their places: (schema, pointer).
+Knows no references and no combinations of schemas: they have been taken apart before (`service.json_schema`).
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+from typing import Any
+
+MAX_MULTIPLES = 1000
+
+OF_TYPE = {
+    "object": ("properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"),
+    "array": ("prefixItems", "items", "minItems", "maxItems"),
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "number": ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "multipleOf"),
+}
+OF_TYPE["integer"] = OF_TYPE["number"]
+TYPES = {*OF_TYPE, "boolean", "null"}
+LOWER = ("minProperties", "minItems", "minLength", "minimum", "exclusiveMinimum")
+UPPER = ("maxProperties", "maxItems", "maxLength", "maximum", "exclusiveMaximum")
+COUNTS = ("minProperties", "minItems", "minLength", "maxProperties", "maxItems", "maxLength")
+ASSERTIONS = {keyword for keywords in OF_TYPE.values() for keyword in keywords} | {"type", "enum"}
+_NEGATED = {
+    "minimum": "exclusiveMaximum", "exclusiveMinimum": "maximum", "maximum": "exclusiveMinimum",
+    "exclusiveMaximum": "minimum", "minLength": "maxLength", "minItems": "maxItems", "minProperties": "maxProperties",
+    "maxLength": "minLength", "maxItems": "minItems", "maxProperties": "minProperties",
+}  # fmt: skip
+
+Flat = dict[str, Any]
+
+
+class SchemaError(Exception):
+    """The schema is not served.
+
+    Args:
+        pointer: JSON pointer (RFC 6901) of the place.
+        message: what is wrong there.
+    """
+
+    def __init__(self, pointer: str, message: str) -> None:
+        super().__init__(f"{pointer or 'the schema'}: {message}")
+        self.pointer = pointer
+
+
+class NothingFits(SchemaError):
+    """The node accepts no value."""
+
+
+def complement(flat: Flat, pointer: str) -> list[Flat]:  # noqa: PLR0912
+    """What breaks one of the node's assertions."""
+    broken: list[Flat] = []
+    for keyword, value in flat.items():
+        kind = next((kind for kind, words in OF_TYPE.items() if keyword in words), "")
+        typed = {"type": frozenset({kind})}
+        if keyword == "type":
+            if "integer" in value and "number" not in value:
+                broken.append({"type": frozenset({"number"}), "fractional": True})
+            others = TYPES - value - ({"integer"} if "number" in value else {"number"} if "integer" in value else set())
+            broken += [{"type": frozenset(others)}] if others else []
+        elif keyword == "enum":
+            broken.append({"excluded": value})
+        elif keyword == "excluded":
+            broken.append({"enum": value})
+        elif keyword == "fractional":
+            broken.append({"type": frozenset(TYPES - {"number"})})
+        elif keyword == "required":
+            broken += [without(name, pointer) for name in value]
+        elif keyword == "properties":
+            for name, (schema, at) in value.items():
+                if schema not in (True, {}):
+                    broken.append({**typed, "required": [name], "properties": {name: ({"not": schema}, at)}})
+        elif keyword in _NEGATED:
+            step = 0 if keyword not in COUNTS else 1 if keyword.startswith("max") else -1
+            if value + step >= 0 or not step:
+                broken.append({**typed, _NEGATED[keyword]: value + step})
+        elif keyword != "format" and not (keyword in ("additionalProperties", "items") and value[0] in (True, {})):
+            raise SchemaError(pointer, f"the negation of {keyword} is not served")
+    return broken
+
+
+def without(name: str, pointer: str) -> Flat:
+    """An object that lacks the property."""
+    return {"type": frozenset({"object"}), "properties": {name: (False, pointer)}}
+
+
+def excluding(types: Iterable[str], excluded: list[Any], pointer: str) -> tuple[frozenset[str], list[Any]]:
+    """The types that are left without these values, and the values of those that have few."""
+    left = set(types or TYPES - {"integer"})
+    values: list[Any] = []
+    for kind in {kind_of(value) for value in excluded} & left:
+        if kind not in ("boolean", "null"):
+            raise SchemaError(pointer, f"all of type {kind} but some values are not served")
+        left.discard(kind)
+        every = [None] if kind == "null" else [False, True]
+        values += [value for value in every if not any(equal(value, one) for one in excluded)]
+    if not left and not values:
+        raise NothingFits(pointer, "it accepts no value")
+    return frozenset(left), values
+
+
+def escaped(name: str) -> str:
+    """The name as a part of a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def located(flat: Flat, pointer: str) -> Flat:
+    """Each sub-schema with its place: (schema, pointer)."""
+    for keyword in ("properties", "patternProperties"):
+        if keyword in flat:
+            flat[keyword] = {
+                name: (schema, f"{pointer}/{keyword}/{escaped(name)}") for name, schema in flat[keyword].items()
+            }
+    for keyword in ("additionalProperties", "items"):
+        if keyword in flat:
+            flat[keyword] = (flat[keyword], f"{pointer}/{keyword}")
+    if "prefixItems" in flat:
+        flat["prefixItems"] = [(entry, f"{pointer}/prefixItems/{n}") for n, entry in enumerate(flat["prefixItems"])]
+    return flat
+
+
+def kinds(flat: Flat) -> set[str]:
+    """The types that a flat node allows, as it is written here."""
+    if "enum" in flat:
+        return {kind_of(value) for value in flat["enum"]}
+    return set(flat.get("type") or {kind for kind, words in OF_TYPE.items() if any(word in flat for word in words)})
+
+
+def merged(one: Flat, two: Flat, pointer: str, *, resolve: bool = True) -> Flat | None:  # noqa: PLR0912
+    """Both at once; None if it is plain that no value matches both.
+
+    Raises: SchemaError where both at once cannot be expressed (without `resolve` the answer is about None only).
+    """
+    out: Flat = dict(one)
+    for keyword, value in two.items():
+        if keyword not in out or out[keyword] == value:
+            out[keyword] = value
+        elif keyword == "type":
+            types = {a for a in out["type"] for b in value if a == b or (a, b) == ("integer", "number")}
+            types |= {b for a in out["type"] for b in value if (a, b) == ("number", "integer")}
+            if not types:
+                return None
+            out["type"] = frozenset(types)
+        elif keyword == "enum":
+            out["enum"] = [left for left in out["enum"] if any(equal(left, right) for right in value)]
+        elif keyword in LOWER:
+            out[keyword] = max(out[keyword], value)
+        elif keyword in UPPER:
+            out[keyword] = min(out[keyword], value)
+        elif keyword == "required":
+            out["required"] = list(dict.fromkeys([*out["required"], *value]))
+        elif keyword == "excluded":
+            out["excluded"] = [*out["excluded"], *value]
+        elif keyword == "format":
+            pass
+        elif keyword == "items" and "prefixItems" not in one and "prefixItems" not in two:
+            out["items"] = both(out["items"], value)
+        elif keyword not in ("properties", "additionalProperties") and resolve:
+            raise SchemaError(pointer, f"two different {keyword} at once are not served")
+    if "fractional" in out and "type" in out:
+        out["type"] -= {"integer"}
+        if not out["type"]:
+            return None
+    if "enum" in out and "type" in out:
+        out["enum"] = [value for value in out["enum"] if _is_of(value, out["type"])]
+    if "enum" in out and "excluded" in out:
+        excluded = out.pop("excluded")
+        out["enum"] = [value for value in out["enum"] if not any(equal(value, one) for one in excluded)]
+    if "enum" in out and not out["enum"]:
+        return None
+    if ("prefixItems" in one) != ("prefixItems" in two) and "items" in one and "items" in two and resolve:
+        raise SchemaError(pointer, "items and prefixItems of several schemas at once are not served")
+    if ("prefixItems" in one and "items" in two and "items" not in one and "prefixItems" not in two) or (
+        "prefixItems" in two and "items" in one and "items" not in two and "prefixItems" not in one
+    ):
+        raise SchemaError(pointer, "items and prefixItems of several schemas at once are not served")
+    return _with_properties(out, one, two, pointer)
+
+
+def _with_properties(out: Flat, one: Flat, two: Flat, pointer: str) -> Flat:
+    """Properties of both; those of only one are further ones to the other."""
+    limits = [flat.get("additionalProperties", (True, pointer)) for flat in (one, two)]
+    if ("patternProperties" in one or "patternProperties" in two) and any(
+        limit[0] not in (True, {}) for limit in limits
+    ):
+        if _object_words(one) and _object_words(two):
+            raise SchemaError(pointer, "patternProperties of several schemas at once are not served")
+        return out
+    names = [flat.get("properties", {}) for flat in (one, two)]
+    if names[0] or names[1]:
+        properties = {}
+        for name in dict.fromkeys([*names[0], *names[1]]):
+            left, right = (own.get(name, limit) for own, limit in zip(names, limits, strict=True))
+            properties[name] = both(left, right)
+        out["properties"] = properties
+    if "additionalProperties" in one and "additionalProperties" in two:
+        out["additionalProperties"] = both(*limits)
+    return out
+
+
+def _object_words(flat: Flat) -> bool:
+    return any(word in flat for word in ("properties", "patternProperties", "additionalProperties"))
+
+
+def both(left: tuple[Any, str], right: tuple[Any, str]) -> tuple[Any, str]:
+    """Two located schemas at once."""
+    if left[0] is False or right[0] in (True, {}) or left == right:
+        return left
+    if right[0] is False or left[0] in (True, {}):
+        return right
+    return {"allOf": [left[0], right[0]]}, right[1]
+
+
+def keeps_bounds(value: Any, flat: Flat) -> bool:
+    """Whether a value keeps to what a flat node says of its type and size, and to its pattern."""
+    if "type" in flat and not _is_of(value, flat["type"]):
+        return False
+    if "fractional" in flat and _is_of(value, ("integer",)):
+        return False
+    size = len(value) if isinstance(value, str | list | dict) else value
+    judges: dict[str, Callable[[Any], bool]] = {
+        **dict.fromkeys(("minimum", "minLength", "minItems", "minProperties"), lambda bound: size >= bound),
+        **dict.fromkeys(("maximum", "maxLength", "maxItems", "maxProperties"), lambda bound: size <= bound),
+        "exclusiveMinimum": lambda bound: size > bound,
+        "exclusiveMaximum": lambda bound: size < bound,
+        "multipleOf": lambda step: Fraction(str(value)) % Fraction(str(step)) == 0,
+        "pattern": lambda pattern: re.search(pattern, value) is not None,
+    }
+    words = OF_TYPE.get(kind_of(value), ())
+    return all(judge(flat[word]) for word, judge in judges.items() if word in words and word in flat)
+
+
+def plain_numbers(value: Any) -> Any:
+    """The value with whole numbers as they are commonly written: 1, not 1.0."""
+    if isinstance(value, list):
+        return [plain_numbers(part) for part in value]
+    if isinstance(value, dict):
+        return {name: plain_numbers(part) for name, part in value.items()}
+    return int(value) if isinstance(value, float) and value == int(value) else value
+
+
+def is_in(value: Any, flat: Flat) -> bool:
+    """Whether a value is one of those that a flat node lists, and none that it excludes."""
+    listed = "enum" not in flat or any(equal(value, one) for one in flat["enum"])
+    return listed and not any(equal(value, one) for one in flat.get("excluded", ()))
+
+
+def number_bounds(own: Flat, kind: str, pointer: str) -> dict[str, Any]:
+    """The bounds of a number in one form; or an enum, where multipleOf leaves few; or the type integer."""
+    if not own or kind not in ("integer", "number"):
+        return {}
+    low = max(own.get("minimum", -math.inf), own.get("exclusiveMinimum", -math.inf))
+    high = min(own.get("maximum", math.inf), own.get("exclusiveMaximum", math.inf))
+    open_low, open_high = own.get("exclusiveMinimum") == low, own.get("exclusiveMaximum") == high
+    if low > high or (low == high and (open_low or open_high)):
+        raise NothingFits(pointer, "it accepts no value")
+    step = own.get("multipleOf", 1)
+    if "multipleOf" in own and (kind, step) != ("integer", 1):
+        if step == 1:
+            return number_bounds({word: own[word] for word in own if word != "multipleOf"}, "integer", pointer) | {
+                "type": "integer"
+            }
+        return {"enum": _multiples(own, kind, low, high, pointer)}
+    if kind == "integer":
+        bounds = {}
+        if low != -math.inf:
+            bounds["minimum"] = math.floor(low) + 1 if open_low else math.ceil(low)
+        if high != math.inf:
+            bounds["maximum"] = math.ceil(high) - 1 if open_high else math.floor(high)
+        if bounds.get("minimum", -math.inf) > bounds.get("maximum", math.inf):
+            raise NothingFits(pointer, "it accepts no value")
+        return bounds
+    made = {} if low == -math.inf else {"exclusiveMinimum" if open_low else "minimum": low}
+    return made if high == math.inf else made | {"exclusiveMaximum" if open_high else "maximum": high}
+
+
+def _multiples(own: Flat, kind: str, low: float, high: float, pointer: str) -> list[float]:
+    """The multiples between the bounds, if they are few."""
+    step = own["multipleOf"]
+    if not (math.isfinite(low) and math.isfinite(high) and (high - low) / step <= MAX_MULTIPLES):
+        raise SchemaError(f"{pointer}/multipleOf", f"only served where bounds leave at most {MAX_MULTIPLES} values")
+    if step != int(step):
+        raise SchemaError(f"{pointer}/multipleOf", "only served for whole numbers")
+    numbers = range(math.ceil(low / step) * int(step), math.floor(high) + 1, int(step))
+    chosen = [n for n in numbers if own.get("exclusiveMinimum", n - 1) < n < own.get("exclusiveMaximum", n + 1)]
+    if not chosen:
+        raise NothingFits(pointer, "it accepts no value")
+    return [*chosen]
+
+
+def kind_of(value: Any) -> str:
+    """The JSON type of a value (integers are numbers)."""
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int | float):
+        return "number"
+    names: dict[type, str] = {dict: "object", list: "array", str: "string"}
+    return names.get(type(value), "null")
+
+
+def _is_of(value: Any, types: Iterable[str]) -> bool:
+    whole = kind_of(value) == "number" and value == int(value)
+    return kind_of(value) in types or (whole and "integer" in types)
+
+
+def equal(left: Any, right: Any) -> bool:
+    """JSON's equality: 1 is 1.0 but not true."""
+    if kind_of(left) != kind_of(right):
+        return False
+    if isinstance(left, list):
+        return len(left) == len(right) and all(equal(a, b) for a, b in zip(left, right, strict=True))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(equal(left[name], right[name]) for name in left)
+    return bool(left == right)

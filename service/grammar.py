@@ -1,0 +1,183 @@
+"""Compiled grammars: in a process of its own under limits of time and size, each once, and kept. Knows no request.
+
+The process is started for the first grammar: it imports XGrammar, and with it torch and transformers.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+import msgspec
+
+from engine.frames import HEADER_BYTES, frame_length, to_frame
+from engine.grammar import Vocabulary
+from service.errors import ApiError
+from service.grammar_worker import READY, Job, Result, Setup
+from service.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 2  # compilations; others wait for them
+_MEMORY_BYTES = 2 << 30
+_OUTPUT_BYTES = 128 << 20
+_KEPT_BYTES = 256 << 20
+_KEPT = 1024
+_START_SECONDS = 120.0
+_SLACK_SECONDS = 2.0
+
+
+class Constraint(NamedTuple):
+    """What a text must follow: the field of GenerateRequest, and its value as text (of choices a JSON list)."""
+
+    kind: str
+    text: str
+
+
+class Compiled(NamedTuple):
+    """A compiled grammar as it travels to the core, under a key that follows from its source."""
+
+    key: str
+    data: bytes
+
+
+class GrammarCompiler:
+    """Compiles for one model. Belongs to one event loop.
+
+    Args:
+        tokenizer: of the model.
+        vocab_size: of the model; more than the tokenizer's where it is padded.
+        stop_token_ids: what ends a text.
+        seconds: limit of one compilation.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Sequence[int], *, seconds: float) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._stops = tuple(stop_token_ids)
+        self._seconds = seconds
+        self._vocabulary: Vocabulary | None = None
+        self._kept: OrderedDict[Constraint, Result] = OrderedDict()
+        self._running: dict[Constraint, asyncio.Task[Result]] = {}
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._starting = asyncio.Lock()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Of the model, made when first asked for (0.1 s for 50,000 tokens): in a thread, if not by `compile`."""
+        if self._vocabulary is None:
+            silent = self._tokenizer.special_ids | set(self._stops)
+            pieces = (b"" if i in silent else self._tokenizer.token_bytes(i) for i in range(self._vocab_size))
+            self._vocabulary = Vocabulary(tuple(pieces), self._stops)
+        return self._vocabulary
+
+    async def compile(self, constraint: Constraint) -> Compiled:
+        """The grammar, from the cache or compiled now; equal ones at the same time are compiled once.
+
+        Raises ApiError INVALID_ARGUMENT (INVALID_GRAMMAR): it cannot be compiled, or not within the limits.
+        """
+        if not self._stops:
+            raise _refused(constraint, "the model has no end-of-sequence token, so that no text would end")
+        result = self._kept.get(constraint)
+        if result is None:
+            task = self._running.get(constraint)
+            if task is None:
+                task = self._running[constraint] = asyncio.create_task(self._compile(constraint))
+                task.add_done_callback(lambda _: self._running.pop(constraint))
+            result = await asyncio.shield(task)
+        else:
+            self._kept.move_to_end(constraint)
+        if result.error:
+            raise _refused(constraint, result.error)
+        key = hashlib.sha256(json.dumps(constraint).encode()).hexdigest()
+        return Compiled(key, result.grammar)
+
+    async def close(self) -> None:
+        """Ends the process and whatever it compiles."""
+        for task in self._running.values():
+            task.cancel()
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    async def _compile(self, constraint: Constraint) -> Result:
+        async with self._slots:
+            path = await self._started()
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            result = await self._ask(path, Job(*constraint))
+            if result is None:
+                late = loop.time() - began >= self._seconds
+                limit = f"takes longer than the {self._seconds:g} s" if late else "takes more memory than"
+                result = Result(error=f"its compilation {limit} that it may")
+        logger.debug("a grammar (%s) took %.3f s: %d bytes", constraint.kind, loop.time() - began, len(result.grammar))
+        self._kept[constraint] = result
+        while len(self._kept) > _KEPT or sum(len(one.grammar) for one in self._kept.values()) > _KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return result
+
+    async def _ask(self, path: Path, job: Job) -> Result | None:
+        """None when the child that worked on it has ended without an answer."""
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        try:
+            async with asyncio.timeout(self._seconds + _SLACK_SECONDS):
+                writer.write(to_frame(msgspec.msgpack.encode(job)))
+                header = await reader.readexactly(HEADER_BYTES)
+                return msgspec.msgpack.decode(await reader.readexactly(frame_length(header)), type=Result)
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+            return None
+        finally:
+            writer.close()
+
+    async def _started(self) -> Path:
+        """The worker's socket; starts it if it does not run."""
+        async with self._starting:
+            if self._process is not None and self._process.returncode is None and self._folder is not None:
+                return Path(self._folder.name, "socket")
+            if self._folder is not None:
+                logger.warning("the grammar compiler has ended: starting another")
+                self._folder.cleanup()
+            self._folder = tempfile.TemporaryDirectory(prefix="fulcrum-")
+            path = Path(self._folder.name, "socket")
+            vocabulary = await asyncio.to_thread(lambda: self.vocabulary)
+            # The worker forks: it must have no threads.
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+            self._process = process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "service.grammar_worker",
+                str(path),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=environment,
+            )
+            assert process.stdin is not None
+            assert process.stdout is not None
+            setup = Setup(vocabulary, self._seconds, _MEMORY_BYTES, _OUTPUT_BYTES)
+            try:
+                async with asyncio.timeout(_START_SECONDS):
+                    process.stdin.write(to_frame(msgspec.msgpack.encode(setup)))
+                    line = await process.stdout.readline()
+            except TimeoutError:
+                line = b""
+            if line != READY:
+                if process.returncode is None:
+                    process.kill()
+                raise RuntimeError(f"the grammar compiler did not start (status {await process.wait()})")
+            return path
+
+
+def _refused(constraint: Constraint, why: str) -> ApiError:
+    return ApiError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_GRAMMAR", why, field=constraint.kind)

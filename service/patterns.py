@@ -1,0 +1,95 @@
+"""Patterns of JSON Schemas, which may match anywhere in a string, as ones that match the whole. Knows no schema."""
+
+import re
+from collections.abc import Iterable
+
+
+class PatternError(Exception):
+    """The pattern cannot be expressed."""
+
+
+# In JSON these are written with a backslash, which the compiler does not know of: it would let them stand as they are.
+# (Of classes it takes them out.)
+_UNSAFE = {'"', '\\"', "\\\\", r"\n", r"\r", r"\t", r"\f", r"\v", r"\0", "\n", "\r", "\t"}
+# A piece of a pattern: a class, an escape, or any other character.
+_PIECE = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\.|.", re.DOTALL)
+
+
+def anchored(pattern: str) -> str:
+    """^...$ around the pattern, and `.*` where it is open at an end.
+
+    Raises:
+        PatternError: an anchor within, or a look-around.
+    """
+    branches: list[list[str]] = [[]]
+    depth = 0
+    for piece in _PIECE.findall(pattern):
+        depth += (piece == "(") - (piece == ")")
+        if piece == "|" and not depth:
+            branches.append([])
+        else:
+            branches[-1].append(piece)
+    if depth:
+        raise PatternError("its parentheses do not match")
+    if re.search(r"\(\?(?!:)", pattern):
+        raise PatternError("groups that begin with (? are not served, but (?:")
+    return "^(?:" + "|".join(_whole(branch) for branch in branches) + ")$"
+
+
+def _whole(pieces: list[str]) -> str:
+    first = bool(pieces) and pieces[0] == "^"
+    last = bool(pieces) and pieces[-1] == "$" and len(pieces) > first
+    inner = pieces[first : len(pieces) - last]
+    if any(piece in ("^", "$", r"\b", r"\B", r"\A", r"\z", r"\Z") for piece in inner):
+        raise PatternError("an anchor is only served at an end of the pattern")
+    if any(piece in _UNSAFE for piece in inner):
+        raise PatternError("quotes, backslashes and control characters are only served in classes such as [^,]")
+    text = "".join(inner)
+    if not first and not text.startswith(".*"):
+        text = ".*" + text
+    return text if last or text.endswith((".*",)) else text + ".*"
+
+
+def bounded(pattern: str, low: int, high: int | None) -> str:
+    """The same with a length of low to high characters; served for one repeated class, ^[a-z]+$.
+
+    Raises:
+        PatternError: any other pattern.
+    """
+    match = re.fullmatch(r"\^(\[(?:\\.|[^\]\\])+\]|\\[wd]|\.)([*+]|\{(\d+)(,)?(\d+)?\})\$", pattern, re.DOTALL)
+    if match is None:
+        raise PatternError("minLength and maxLength are only served beside a pattern like ^[a-z]+$")
+    if match[2] in "*+":
+        least, most = int(match[2] == "+"), None
+    else:
+        least = int(match[3])
+        most = int(match[5]) if match[5] else None if match[4] else least
+    low = max(low, least)
+    tops = [one for one in (high, most) if one is not None]
+    if tops and min(tops) < low:
+        raise PatternError("no string matches it and has such a length")
+    return anchored(f"^{match[1]}{{{low},{min(tops) if tops else ''}}}$")
+
+
+def others(names: Iterable[str], prefixes: Iterable[str]) -> str:
+    """A pattern that the names do not match which are given, or begin with a prefix; all others do.
+
+    Raises:
+        PatternError: a name has characters that JSON writes otherwise.
+    """
+    words = [(name, False) for name in names] + [(prefix, True) for prefix in prefixes]
+    if any(not re.fullmatch(r'[^"\\\x00-\x1f]*', word) for word, _ in words):
+        raise PatternError("a name with quotes, backslashes or control characters is not served here")
+    return _others(words)
+
+
+def _others(words: list[tuple[str, bool]]) -> str:
+    """For the rests of the words behind a common beginning."""
+    branches = [] if ("", False) in words else [""]
+    firsts = dict.fromkeys(word[0] for word, _ in words if word)
+    branches.append(f"[^{''.join(re.escape(first) for first in firsts)}].*" if firsts else "..*")
+    for first in firsts:
+        rest = [(word[1:], whole) for word, whole in words if word.startswith(first)]
+        if ("", True) not in rest:
+            branches.append(re.escape(first) + _others(rest))
+    return f"(?:{'|'.join(branches)})"

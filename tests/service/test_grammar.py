@@ -1,0 +1,229 @@
+"""The compiler's process: its limits, its cache, what its grammars allow; then the service with a scripted engine."""
+
+import asyncio
+import json
+import os
+import time
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from engine.grammar import GrammarError, Grammars
+from engine.request import FinishReason, RejectReason, RequestRejected
+from fulcrum.v1 import inference_pb2 as pb
+from service.errors import ApiError
+from service.grammar import Constraint, GrammarCompiler
+from service.grammar_worker import alternatives
+from service.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+EOS = 257
+SECONDS = 3.0
+# Its automaton has millions of states.
+HOSTILE = r"(.{0,3000}){0,3000}[^a]{1,3000}(\w{2,900}|\d{3,800}){2,700}"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def compiler(byte_model):
+    compiler = GrammarCompiler(Tokenizer.load(byte_model), 300, [EOS], seconds=SECONDS)
+    yield compiler
+    await compiler.close()
+
+
+def matched(compiler, compiled, text):
+    """Whether the core's matcher goes along with the text to its end."""
+    grammars = Grammars()
+    grammars.load(compiled.key, compiled.data, compiler.vocabulary)
+    matcher = grammars.matcher(compiled.key)
+    return all(matcher.accept(byte) for byte in text.encode()) and matcher.accept(EOS) and matcher.terminated
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "good", "bad"),
+    [
+        ("json_schema", '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}',
+         ['{"a": 1}', '{\n "a":1}'], ["{}", "1"]),
+        ("json_object", "", ["{}", '{"a":[1,{}]}'], ["[]", "1", '{"a"}', '{"a":1}x']),
+        ("regex", r"\d{2,3}|x+", ["12", "123", "xxx"], ["1", "1234", "", "12x"]),
+        ("grammar", 'root ::= "a" root "b" | "-"', ["-", "a-b", "aa-bb"], ["a-", "", "ab"]),
+        ("choices", '["yes","a\\"b\\\\","ü\\n😀","]"]', ["yes", 'a"b\\', "ü\n😀", "]"], ["no", "ye", "yesyes", "ü"]),
+    ],
+)  # fmt: skip
+async def test_each_kind_allows_what_it_says(compiler, kind, source, good, bad):
+    compiled = await compiler.compile(Constraint(kind, source))
+    assert [text for text in good if not matched(compiler, compiled, text)] == []
+    assert [text for text in bad if matched(compiler, compiled, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "words"),
+    [
+        ("json_schema", "{", "not valid JSON"),
+        ("json_schema", '{"uniqueItems": true}', "/uniqueItems: uniqueItems is not served"),
+        ("json_schema", '{"pattern": "("}', "/pattern"),
+        ("regex", "(", "parenthesis is not closed"),
+        ("regex", "(?=a)", "Lookahead"),
+        ("grammar", "root ::= missing", "missing"),
+        ("grammar", 'start ::= "a"', "root"),
+    ],
+)
+async def test_a_bad_one_is_refused_with_the_compilers_words(compiler, kind, source, words):
+    with pytest.raises(ApiError) as caught:
+        await compiler.compile(Constraint(kind, source))
+    error = caught.value
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_GRAMMAR")
+    assert [violation.field for violation in error.violations] == [kind]
+    assert words in error.message
+    assert "cpp" not in error.message
+
+
+async def test_a_hostile_one_ends_at_the_limit_and_holds_up_nobody(compiler):
+    began = time.monotonic()
+    hostile = asyncio.create_task(compiler.compile(Constraint("regex", HOSTILE)))
+    await compiler.compile(Constraint("regex", "quick"))
+    assert not hostile.done()
+    with pytest.raises(ApiError, match="longer than the 3 s"):
+        await hostile
+    assert SECONDS <= time.monotonic() - began < SECONDS + 5
+    again = time.monotonic()
+    with pytest.raises(ApiError, match="longer than the 3 s"):
+        await compiler.compile(Constraint("regex", HOSTILE))
+    assert time.monotonic() - again < 1  # it is known by now
+
+
+async def test_equal_ones_are_compiled_once_and_kept(compiler, monkeypatch):
+    jobs = []
+    ask = compiler._ask
+
+    async def counted(path, job):
+        jobs.append(job)
+        return await ask(path, job)
+
+    monkeypatch.setattr(compiler, "_ask", counted)
+    source = Constraint("regex", "once[0-9]")
+    abandoned = asyncio.create_task(compiler.compile(source))
+    results = asyncio.gather(*(compiler.compile(source) for _ in range(5)))
+    await asyncio.sleep(0)
+    abandoned.cancel()
+    first, *others = await results
+    assert all(other == first for other in others)
+    assert await compiler.compile(source) == first
+    assert len(jobs) == 1
+
+
+async def test_the_process_is_started_anew_when_it_has_died(compiler):
+    await compiler.compile(Constraint("regex", "before"))
+    compiler._process.kill()
+    await compiler._process.wait()
+    await compiler.compile(Constraint("regex", "after"))
+
+
+async def test_the_process_ends_with_its_owner(byte_model):
+    compiler = GrammarCompiler(Tokenizer.load(byte_model), 258, [EOS], seconds=SECONDS)
+    await compiler.compile(Constraint("regex", "a"))
+    pid, folder = compiler._process.pid, compiler._folder.name
+    await compiler.close()
+    assert not os.path.exists(f"/proc/{pid}")
+    assert not os.path.exists(folder)
+
+
+async def test_grammars_are_of_one_vocabulary_and_make_room(compiler):
+    first = await compiler.compile(Constraint("regex", "first"))
+    second = await compiler.compile(Constraint("regex", "second"))
+    grammars = Grammars(max_bytes=1)
+    with pytest.raises(GrammarError, match="cannot be read"):
+        grammars.load("x", b"{}", compiler.vocabulary)
+    grammars.load(first.key, first.data, compiler.vocabulary)
+    grammars.load(second.key, second.data, compiler.vocabulary)
+    assert (first.key in grammars, second.key in grammars) == (False, True)
+    assert grammars.matcher(first.key) is None
+    other = GrammarCompiler(compiler._tokenizer, 299, [EOS], seconds=1.0)
+    with pytest.raises(GrammarError, match="another vocabulary"):
+        grammars.load(first.key, first.data, other.vocabulary)
+
+
+async def test_masks_have_a_bit_for_each_token_and_bar_stops_while_there_is_more(compiler):
+    compiled = await compiler.compile(Constraint("regex", "ab*"))
+    grammars = Grammars()
+    grammars.load(compiled.key, compiled.data, compiler.vocabulary)
+    matcher = grammars.matcher(compiled.key)
+
+    def allowed(barred=()):
+        bits = matcher.mask(barred)
+        assert len(bits) == 40  # 300 tokens in whole words of 32
+        return [i for i in range(320) if bits[i // 8] >> i % 8 & 1]
+
+    assert allowed() == [ord("a")]
+    assert not matcher.accept(ord("b"))
+    assert matcher.accept(ord("a"))
+    assert allowed() == [ord("b"), EOS]
+    assert allowed([EOS]) == [ord("b")]
+    assert allowed([EOS, ord("b")]) == [ord("b"), EOS]  # a text that can only end may end
+    assert matcher.accept(EOS)
+    assert matcher.terminated
+
+
+async def test_choices_are_quoted():
+    assert alternatives(["a b", '"']) == 'root ::= "a b" | "\\U00000022"'
+
+
+# ------------------------------------------------------------------------------------------------- through the service
+
+
+def request(**fields):
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), **fields)
+
+
+async def test_the_core_gets_the_grammar_before_the_request_that_names_it(make_core, serving):
+    core = make_core()
+    core.reply = lambda _: [(0, [ord("b"), EOS], FinishReason.EOS)]
+    async with serving(core) as server:
+        events = [event async for event in server.stub.Generate(request(regex="b"))]
+        assert events[-2].finished.reason == pb.FINISH_REASON_STOP
+        ((key, _, vocabulary),) = core.grammars
+        assert core.requests[0].grammar == key
+        assert (len(vocabulary.tokens), vocabulary.stop_token_ids) == (258, (EOS,))
+        assert vocabulary.tokens[97] == b"a"
+        assert vocabulary.tokens[256] == b""
+        # One that the core has forgotten is given again.
+        refusals = [RequestRejected(RejectReason.UNKNOWN_GRAMMAR, "gone", "constraint")]
+        submit = core.submit
+
+        async def forgetful(job):
+            if refusals:
+                raise refusals.pop()
+            return await submit(job)
+
+        core.submit = forgetful
+        assert [event async for event in server.stub.Generate(request(regex="b"))]
+        assert len(core.grammars) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"json_schema": ""}, "json_schema", "empty"),
+        ({"json_schema": json.dumps({"title": "x" * 65536})}, "json_schema", "65536"),
+        ({"json_object": False}, "json_object", "true"),
+        ({"choices": pb.Choices()}, "choices", "1 to 1024"),
+        ({"choices": pb.Choices(choices=["a", ""])}, "choices", "empty"),
+        ({"choices": pb.Choices(choices=["a"] * 1025)}, "choices", "1025"),
+        ({"regex": "a" * 65537}, "regex", "65537 bytes"),
+    ],
+)
+async def test_what_is_too_large_or_empty_is_refused_at_once(make_core, serving, details, fields, field, words):
+    async with serving(make_core()) as server:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await server.stub.Generate(request(**fields)).read()
+    error = details(caught.value)
+    assert (error.reason, error.fields) == ("INVALID_PARAMETER", [field])
+    assert words in error.message
+
+
+async def test_a_model_without_an_end_token_is_not_constrained(make_core, serving, details):
+    async with serving(make_core(eos_token_ids=[])) as server:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await server.stub.Generate(request(json_object=True)).read()
+    assert details(caught.value).reason == "INVALID_GRAMMAR"

@@ -1,0 +1,179 @@
+"""JSON Schemas before they are compiled: what is refused, by name and place, and what the rest is rewritten to."""
+
+import json
+import random
+
+import pytest
+
+from service.flat_schema import SchemaError
+from service.json_schema import core_schema
+from service.patterns import PatternError, anchored, bounded, others
+from tests.service.schema_corpus import CORPORA, check, corpus, follows, is_valid, new_compiler
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return new_compiler()
+
+
+def core(schema):
+    return json.loads(core_schema(json.dumps(schema)))
+
+
+@pytest.mark.parametrize(
+    ("schema", "pointer", "words"),
+    [
+        ({"type": "array", "uniqueItems": True}, "/uniqueItems", "uniqueItems is not served"),
+        ({"properties": {"a/b": {"contains": {}}}}, "/properties/a~1b/contains", "contains is not served"),
+        ({"$defs": {"x": {"contains": {}}}, "$ref": "#/$defs/x"}, "/$defs/x/contains", "contains"),
+        ({"items": {"unevaluatedItems": False}}, "/items/unevaluatedItems", "unevaluatedItems"),
+        ({"anyOf": [{}, {"unevaluatedProperties": False}]}, "/anyOf/1/unevaluatedProperties", "unevaluatedProperties"),
+        ({"type": "integer", "multipleOf": 7}, "/multipleOf", "bounds"),
+        ({"not": {"pattern": "a"}}, "/not", "the negation of pattern"),
+        ({"$dynamicRef": "#x"}, "/$dynamicRef", "$dynamicRef"),
+        ({"propertyNames": {"maxLength": 3}}, "/propertyNames", "propertyNames"),
+        ({"patternProperties": {"a": {}, "b": {}}}, "/patternProperties", "^text"),
+        ({"items": {"$ref": "http://example.com/x"}}, "/items/$ref", "within the schema"),
+        ({"$ref": "#/nowhere"}, "/$ref", "nothing at #/nowhere"),
+        ({"$ref": "#"}, "", "back to itself"),
+        (
+            {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}, "$ref": "#/$defs/a"},
+            "/$defs/a/anyOf/0/$ref",
+            "itself",
+        ),
+        ({"allOf": [{"$ref": "#"}]}, "/allOf/0/$ref", "back to itself"),
+        ({"type": "string", "pattern": "(?=a)b"}, "/pattern", "(?"),
+        ({"type": "string", "pattern": 'a"b'}, "/pattern", "quotes"),
+        ({"type": "string", "pattern": "a|b", "maxLength": 3}, "/pattern", "maxLength"),
+        ({"type": "strnig"}, "/type", "must be of"),
+        ({"enum": []}, "", "no value"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "", "no value"),
+        ({"required": ["a"], "additionalProperties": False}, "/required", "not allowed"),
+        (False, "", "no value"),
+        ([], "", "a schema is"),
+    ],
+)
+def test_what_cannot_be_obeyed_is_refused_by_name_and_place(schema, pointer, words):
+    with pytest.raises(SchemaError) as caught:
+        core(schema)
+    assert caught.value.pointer == pointer
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "NaN", "[" * 100_000, '"\\ud800"'])
+def test_what_is_no_schema_is_refused(text):
+    with pytest.raises(SchemaError):
+        core_schema(text)
+
+
+def test_keywords_are_no_keywords_where_they_name_properties_or_stand_in_values():
+    schema = {
+        "type": "object",
+        "properties": {"uniqueItems": {"type": "boolean"}, "contains": {"enum": [{"contains": 1}]}},
+        "required": ["uniqueItems"],
+        "default": {"not": {}},
+    }
+    assert list(core(schema)["properties"]) == ["uniqueItems", "contains"]
+
+
+def test_deep_and_wide_schemas_come_to_an_end():
+    deep = {}
+    for _ in range(100):
+        deep = {"items": deep}
+    with pytest.raises(SchemaError, match="64 levels"):
+        core(deep)
+    branches = {"anyOf": [{"minimum": n} for n in range(20)]}
+    with pytest.raises(SchemaError, match="128 combinations"):
+        core({"type": "number", "allOf": [branches, {"anyOf": [{"maximum": n} for n in range(20)]}]})
+
+
+@pytest.mark.parametrize(
+    ("schema", "accepted", "refused"),
+    [
+        # Beside one another: XGrammar would look at one of these alone.
+        ({"type": "string", "enum": [1, "a"]}, ['"a"'], ["1"]),
+        ({"type": "object", "properties": {"a": {"type": "integer"}},
+          "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+         ['{"a":1}', '{"b":2}', '{"a":1,"b":2}'], ["{}", '{"a":"x"}', '{"a":"x","b":2}']),
+        ({"allOf": [{"minimum": 2}, {"maximum": 4}], "type": "integer"}, ["2", "4"], ["1", "5"]),
+        ({"$ref": "#/$defs/a", "maxItems": 1, "$defs": {"a": {"type": "array", "items": {"type": "null"}}}},
+         ["[]", "[null]"], ["[null,null]", "[1]"]),
+        # Up to draft 7 a $ref stands alone.
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "items": {"$ref": "#/definitions/a", "maxItems": 1},
+          "definitions": {"a": {"type": "array"}}}, ["[[1,2]]"], ["[1]"]),
+        ({"minimum": 2}, ["2", "2.5"], ["1", '"x"']),
+        ({"required": ["a"]}, ['{"a":1}', '{"a":1,"b":2}'], ["{}", '{"b":1}']),
+        ({"type": ["string", "null"], "maxLength": 1}, ["null", '"x"'], ['"xy"', "1"]),
+        ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}], "type": "object"},
+         ['{"a":1}', '{"b":1}', '{"a":1,"c":1}'], ["{}", '{"a":1,"b":1}', '{"b":1,"a":1}']),
+        ({"oneOf": [{"type": "integer"}, {"minimum": 3, "type": "integer"}]}, ["2"], ["3"]),
+        ({"not": {"type": ["object", "array", "string"]}}, ["1", "true", "null"], ["{}", "[]", '"a"']),
+        ({"not": {"required": ["a"]}, "type": "object"},
+         ["{}", '{"b":1}', '{"ab":1}', '{"":1}'], ['{"a":1}', '{"b":1,"a":1}']),
+        ({"if": {"properties": {"t": {"const": 1}}, "required": ["t"]}, "then": {"required": ["x"]}, "type": "object",
+          "properties": {"t": {"enum": [1, 2]}, "x": {}}}, ['{"t":1,"x":0}', '{"t":2}', "{}"], ['{"t":1}']),
+        ({"dependentRequired": {"a": ["b"]}, "properties": {"a": {}, "b": {}}, "additionalProperties": False},
+         ["{}", '{"b":1}', '{"a":1,"b":1}'], ['{"a":1}']),
+        ({"type": "integer", "minimum": 0, "maximum": 20, "multipleOf": 5}, ["0", "5", "20"], ["3", "25"]),
+        ({"type": "string", "pattern": "b"}, ['"abc"', '"b"'], ['"ac"']),
+        ({"type": "string", "pattern": "^a|c$"}, ['"ab"', '"bc"'], ['"ba"']),
+        ({"type": "string", "pattern": "^[a-c]+$", "minLength": 2, "maxLength": 3},
+         ['"ab"', '"abc"'], ['"a"', '"abca"', '"xy"']),
+        ({"patternProperties": {"^x-": {"type": "integer"}}, "properties": {"a": {"type": "null"}}},
+         ['{"a":null,"x-y":1,"z":[]}', '{"xy":"s"}'], ['{"x-y":"s"}', '{"a":1}']),
+        ({"patternProperties": {".*": {"type": "integer"}}, "properties": {"a": {"maximum": 3}}},
+         ['{"a":3,"b":9}'], ['{"a":4}', '{"b":"s"}']),
+        ({"type": "integer", "minimum": 1.5, "exclusiveMaximum": 4}, ["2", "3"], ["1", "4"]),
+        ({"minimum": 1, "exclusiveMinimum": True, "$schema": "http://json-schema.org/draft-04/schema#"},
+         ["1.5"], ["1"]),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False},
+         ['{"a":{"a":{}}}'], ['{"a":1}', '{"b":{}}']),
+        (True, ["1", "{}", '"a"'], ["", "x"]),
+    ],
+)  # fmt: skip
+def test_a_grammar_follows_its_schema(compiler, schema, accepted, refused):
+    """Each text is judged by the jsonschema library too."""
+    grammar = compiler.compile_json_schema(core_schema(json.dumps(schema)), strict_mode=False)
+    for text in accepted:
+        assert follows(grammar, text), text
+        assert is_valid(schema, json.loads(text))
+    for text in refused:
+        assert not follows(grammar, text), text
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_a_tenth_of_the_corpora(compiler, data_file, name):
+    rows = list(corpus(data_file(name).parent, name))
+    outcomes = {
+        key: check(compiler, schema, tests) for key, schema, tests in random.Random(5).sample(rows, len(rows) // 10)
+    }
+    assert {key: one.wrong for key, one in outcomes.items() if one.wrong} == {}
+    assert sum(one.accepted + one.rejected for one in outcomes.values()) > 20
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "least"), [(CORPORA[0], 0.85), (CORPORA[1], 0.5)])
+def test_all_of_the_corpora(compiler, data_file, name, least):
+    outcomes = {key: check(compiler, schema, tests) for key, schema, tests in corpus(data_file(name).parent, name)}
+    assert {key: one.wrong for key, one in outcomes.items() if one.wrong} == {}
+    assert sum(not one.refused for one in outcomes.values()) >= least * len(outcomes)
+
+
+def test_patterns_are_brought_to_match_the_whole():
+    assert anchored("^a$") == "^(?:a)$"
+    assert anchored("a") == "^(?:.*a.*)$"
+    assert anchored("^a|[|]b$") == "^(?:a.*|.*[|]b)$"
+    assert bounded("^[a-z]*$", 2, None) == "^(?:[a-z]{2,})$"
+    assert bounded(r"^\d{2,9}$", 0, 4) == r"^(?:\d{2,4})$"
+    for bad in ("a^b", "(a", r"a\nb", '"'):
+        with pytest.raises(PatternError):
+            anchored(bad)
+
+
+def test_other_names_are_all_but_the_given():
+    import re
+
+    pattern = re.compile(f"^{others(['a', 'ab', 'b.'], ['x-'])}$")
+    known = ["a", "ab", "b.", "x-", "x-y"]
+    for name in ["", "a", "ab", "abc", "b", "b.", "bx", "b.x", "x", "x-", "x-y", "xy", "é"]:
+        assert (pattern.match(name) is None) == (name in known), name
