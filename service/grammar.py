@@ -180,4 +180,6 @@ class GrammarCompiler:
 
 
 def _refused(constraint: Constraint, why: str) -> ApiError:
-    return ApiError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_GRAMMAR", why, field=constraint.kind)
+    # Of the tools' parameters: nothing else makes a structural tag.
+    field = "chat.tools" if constraint.kind == "structural_tag" else constraint.kind
+    return ApiError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_GRAMMAR", why, field=field)

@@ -9,7 +9,8 @@ import grpc
 
 from fulcrum.v1 import inference_pb2 as pb
 from service.chat_template import RESERVED, ChatTemplate, TemplateError
-from service.errors import ApiError, Violation, invalid, not_served
+from service.errors import ApiError, Violation, invalid
+from service.parsers.forced import forced_calls
 from service.parsers.output_parser import Reading
 from service.parsers.registry import Formats
 from service.parsers.think import Think
@@ -59,7 +60,7 @@ class Prompts:
     async def chat(self, chat: pb.Chat, *, window: int | None = None) -> ChatPrompt:
         """Renders and tokenizes a chat.
 
-        Raises ApiError INVALID_ARGUMENT (also TEMPLATE_ERROR), FAILED_PRECONDITION (TOOLS_UNSUPPORTED), UNIMPLEMENTED.
+        Raises ApiError INVALID_ARGUMENT (also TEMPLATE_ERROR), FAILED_PRECONDITION (TOOLS_UNSUPPORTED).
         """
         return await self.run(lambda: self._chat(chat, window))
 
@@ -85,33 +86,43 @@ class Prompts:
             )
         except TemplateError as error:
             raise _template_error(str(error)) from error
+        reading = self._reading(chat, text, tools)
+        if reading is not None and reading.prefilled and reading.tools is not None:
+            text += reading.tools.prefill
         ids = self._encode(text, "chat", window, add_special_tokens=False)
-        return ChatPrompt(ids, self._reading(chat, text, tools))
+        return ChatPrompt(ids, reading)
 
     def _refuse_tools(self, choice: pb.ToolChoice) -> None:
-        """Raises ApiError where this model has no use for tools, or this version none for such a choice."""
+        """Raises ApiError where this model, as it is served, has no use for tools or for such a choice."""
         reason = ""
         if not self.template.takes_tools:
             reason = "the model's chat template takes no tools"
-        elif self.formats.tools is None and not self.formats.raw_calls:
+        elif self.formats.tools is None and (must_call(choice) or not self.formats.raw_calls):
             reason = "the form of the model's tool calls is not known; the server's --tool-parser tells it"
         if reason:
             raise ApiError(grpc.StatusCode.FAILED_PRECONDITION, "TOOLS_UNSUPPORTED", reason, field="chat.tools")
-        if must_call(choice):
-            raise not_served("chat.tool_choice", "a tool_choice that requires a call is")
 
     def _reading(self, chat: pb.Chat, text: str, tools: list[dict[str, Any]]) -> Reading | None:
         """How to read what follows the rendered `text`."""
         reasoning, calls = self.formats.reasoning, self.formats.tools if tools else None
         if reasoning is None and calls is None:
             return None
-        return Reading(
-            reasoning,
-            reasoning is not None and _opened(chat, text, reasoning),
-            calls,
-            frozenset(tool.name for tool in chat.tools),
-            parallel=chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"),
-        )
+        opened = reasoning is not None and _opened(chat, text, reasoning)
+        parallel = chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls")
+        forced = ""
+        if calls is not None and must_call(chat.tool_choice):
+            # Whoever has ended his reasoning in the prompt, or must begin a call there, does not reason any more.
+            thinks = reasoning is not None and not calls.prefill and not text.rstrip().endswith(reasoning.closing)
+            forced = forced_calls(
+                calls,
+                {tool.name: json_object(tool.parameters_json) or {} for tool in chat.tools},
+                only=chat.tool_choice.function or None,
+                parallel=parallel,
+                reasoning=reasoning if thinks else None,
+                opened=opened,
+            )
+        names = frozenset(tool.name for tool in chat.tools)
+        return Reading(reasoning, opened, calls, names, parallel, prefilled=bool(forced), forced=forced)
 
     def _encode(self, text: str, field: str, window: int | None, *, add_special_tokens: bool) -> list[int]:
         fewest = self.tokenizer.fewest_tokens(text)

@@ -15,7 +15,7 @@ from fulcrum.v1 import inference_pb2_grpc
 from service.auth import Authenticator
 from service.choice import Choice
 from service.errors import Violation, draining, engine_dead, invalid
-from service.grammar import Compiled, GrammarCompiler
+from service.grammar import Compiled, Constraint, GrammarCompiler
 from service.live import LiveCalls
 from service.model import ServedModel
 from service.parsed_choice import ParsedChoice
@@ -72,7 +72,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         asked = plan(request, core.info, model.defaults, self._authenticator.caller(metadata))
         field, prompt, reading = await self._prompt(request)
         params = fit(asked, prompt, field, core.info)
-        grammar = None if asked.constraint is None else await self._grammars.compile(asked.constraint)
+        constraint = _constraint(asked, reading)
+        grammar = None if constraint is None else await self._grammars.compile(constraint)
         job = Request(
             request_id=asked.request_id,
             prompt=tuple(prompt),
@@ -219,6 +220,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             version=info.version,
             created=self._model.created,
         )
+
+
+def _constraint(asked: Plan, reading: Reading | None) -> Constraint | None:
+    """What the text must follow. Raises ApiError INVALID_ARGUMENT: the constraint and a call that must come."""
+    if reading is None or not reading.forced:
+        return asked.constraint
+    if asked.constraint is not None:
+        raise invalid([Violation("chat.tool_choice", f"that requires a call excludes {asked.constraint.kind}")])
+    return Constraint("structural_tag", reading.forced)
 
 
 def _label(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:

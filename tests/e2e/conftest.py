@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,15 +31,15 @@ class Addresses:
     model: str
 
 
-@pytest.fixture(scope="session")
-def served(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
-    """`fulcrum serve` with the default model in float32, for all tests of this folder."""
-    log = tmp_path_factory.mktemp("e2e") / "stderr.log"
+@contextmanager
+def serving(model: Path, log: Path, *flags: str) -> Iterator[Addresses]:
+    """`fulcrum serve` with the default model in float32, and further flags, until it is left."""
     # fmt: off
     command = [
-        sys.executable, "-m", "cli", "serve", str(default_model), "--port", "0", "--grpc-port", "0", "--grace", "2",
+        sys.executable, "-m", "cli", "serve", str(model), "--port", "0", "--grpc-port", "0", "--grace", "2",
         "--dtype", "float32", "--served-model-name", "smollm2",
         "--threads", "1",  # more would wait for one another whenever something else needs a core
+        *flags,
     ]
     # fmt: on
     with log.open("wb") as stderr:
@@ -63,6 +64,27 @@ def served(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
             process.kill()
             process.wait()
     assert process.returncode == 0, log.read_text()[-2000:]
+
+
+@pytest.fixture(scope="session")
+def served(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
+    """The default model as it is, for all tests of this folder."""
+    with serving(default_model, tmp_path_factory.mktemp("e2e") / "stderr.log") as addresses:
+        yield addresses
+
+
+@pytest.fixture(scope="session")
+def serve_with_template(
+    default_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], AbstractContextManager[Addresses]]:
+    """Serves the default model with another chat template."""
+
+    def serve(source: str) -> AbstractContextManager[Addresses]:
+        folder = tmp_path_factory.mktemp("e2e")
+        (folder / "template.jinja").write_text(source)
+        return serving(default_model, folder / "stderr.log", "--chat-template", str(folder / "template.jinja"))
+
+    return serve
 
 
 def _read_banner(process: subprocess.Popen[str], log: Path) -> str:

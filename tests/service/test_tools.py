@@ -5,9 +5,11 @@ import shutil
 
 import grpc
 import pytest
+import xgrammar
 from tokenizers import AddedToken, Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from engine.grammar import tokenizer_info
 from engine.request import FinishReason
 from fulcrum.v1 import inference_pb2 as pb
 
@@ -312,6 +314,11 @@ async def test_markers_that_are_special_tokens_are_seen(make_core, serving, byte
         core.reply = writes([*b"Hm. ", mark, 256, *b"x"])
         assert answer(await generate(server, request()))[0] == "Hm. [TOOL_CALLS]x"
         assert answer(await generate(server, request({"tools": []})))[0] == "Hm. x"
+        core.reply = writes([*b' [{"name": "now", "arguments": {}}]'])
+        asked = request({"tool_choice": pb.ToolChoice(function="now")})
+        assert answer(await generate(server, asked))[:3] == ("", "", [("now", "{}")])
+        assert core.requests[-1].prompt[-1] == mark
+        core.reply = writes([*b"Hm. ", mark, 256, *b"x"])
         stop = pb.StoppingCriteria(stop=["CALLS]"])
         content, _, _, finished = answer(await generate(server, request(stopping=stop)))
         assert (content, finished.stop) == ("Hm. [TOOL_", "CALLS]")
@@ -341,13 +348,56 @@ async def test_models_that_take_no_tools_say_so(make_core, serving, template, de
         assert (content, calls, finished.reason) == (CALL, [], pb.FINISH_REASON_STOP)
 
 
-@pytest.mark.parametrize(
-    "choice", [{"mode": pb.ToolChoice.MODE_REQUIRED}, {"function": "now"}], ids=["required", "named"]
-)
-async def test_a_required_call_is_not_served_yet(make_core, serving, template, details, choice):
-    async with serving(make_core(), chat_template=template(HERMES)) as server:
-        error = await refusal(server, request({"tool_choice": pb.ToolChoice(**choice)}), details)
-        assert (error.code, error.fields) == (CODE.UNIMPLEMENTED, ["chat.tool_choice"])
+REQUIRED, NOW = pb.ToolChoice(mode=pb.ToolChoice.MODE_REQUIRED), pb.ToolChoice(function="now")
+
+
+async def test_a_call_that_must_come_is_a_grammar(make_core, serving, template, details):
+    core = make_core()
+
+    def accepts(text):
+        _, data, vocabulary = core.grammars[-1]
+        grammar = xgrammar.CompiledGrammar.deserialize_json(data.decode(), tokenizer_info(vocabulary))
+        matcher = xgrammar.GrammarMatcher(grammar)
+        return all(matcher.accept_token(byte) for byte in text.encode()) and matcher.accept_token(EOS)
+
+    core.reply = writes(CALL_2)
+    async with serving(core, chat_template=template(HERMES)) as server:
+        _, _, calls, finished = answer(await generate(server, request({"tool_choice": REQUIRED})))
+        assert (calls, finished.reason) == ([("now", "{}")], pb.FINISH_REASON_TOOL_CALLS)
+        assert core.requests[-1].grammar == core.grammars[-1][0] != ""
+        assert accepts(CALL_2)
+        assert accepts(f"{CALL}\n{CALL_2}")
+        assert not accepts("Hi")
+        await generate(server, request({"tool_choice": REQUIRED, "parallel_tool_calls": False}))
+        assert accepts(CALL)
+        assert not accepts(f"{CALL}\n{CALL_2}")
+        await generate(server, request({"tool_choice": NOW}))
+        assert accepts(CALL_2)
+        assert not accepts(CALL)
+        assert not accepts(f"{CALL_2}\n{CALL_2}")
+        loaded = len(core.grammars)
+        await generate(server, request())
+        assert (core.requests[-1].grammar, len(core.grammars)) == ("", loaded)
+        error = await refusal(server, request({"tool_choice": NOW}, json_object=True), details)
+        assert (error.code, error.fields) == (CODE.INVALID_ARGUMENT, ["chat.tool_choice"])
+        bad = [tool(parameters_json='{"properties": {"a": {"contains": {"type": "null"}}}}')]
+        error = await refusal(server, request({"tools": bad, "tool_choice": REQUIRED}), details)
+        assert (error.code, error.reason, error.fields) == (CODE.INVALID_ARGUMENT, "INVALID_GRAMMAR", ["chat.tools"])
+        assert "contains" in error.message
+    opened = template('{{ tools }}{{ messages[0].content }}<think>{# </think><tool_call>"arguments" #}')
+    async with serving(core, chat_template=opened) as server:
+        await generate(server, request({"tool_choice": NOW}))
+        assert accepts(f"Hm</think>\n\n{CALL_2}")
+        assert not accepts(CALL_2)
+        closed = {"messages": [message(text="<think></think>")], "continue_final_message": True, "tool_choice": NOW}
+    path = template('{{ tools }}{{ messages[0].content }}{# </think><tool_call>"arguments" #}')
+    async with serving(core, chat_template=path) as server:
+        await generate(server, request(closed))
+        assert accepts(CALL_2)
+        assert not accepts(f"<think></think>\n\n{CALL_2}")
+    async with serving(core, chat_template=path, tool_parser="none") as server:
+        error = await refusal(server, request({"tool_choice": NOW}), details)
+        assert (error.code, error.reason) == (CODE.FAILED_PRECONDITION, "TOOLS_UNSUPPORTED")
 
 
 DEEP = '{"a":' * 9_999 + "1" + "}" * 9_999

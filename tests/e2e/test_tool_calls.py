@@ -1,0 +1,143 @@
+"""Tools with the real model, told of them by a template in the form of Hermes: calls that must come, and results."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import openai
+import pytest
+
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+You may call these functions:
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Call one so: <tool_call>
+{"name": "NAME", "arguments": {}}
+</tool_call><|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+UNITS = ["celsius", "fahrenheit"]
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tells the weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"$ref": "#/$defs/city"}, "unit": {"type": "string", "enum": UNITS}},
+                "required": ["city", "unit"],
+                "additionalProperties": False,
+                "$defs": {"city": {"type": "string", "maxLength": 20}},
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "now",
+            "description": "Tells the time.",
+            "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+        },
+    },
+]
+ASK: dict[str, Any] = {
+    "model": "smollm2",
+    "messages": [{"role": "user", "content": "What is the weather in Paris, in celsius?"}],
+    "tools": TOOLS,
+    "temperature": 0,
+    "max_tokens": 150,
+}
+WEATHER: Any = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.fixture(scope="module")
+def client(serve_with_template: Callable[[str], AbstractContextManager[Any]]) -> Iterator[openai.OpenAI]:
+    with (
+        serve_with_template(TEMPLATE) as served,
+        openai.OpenAI(base_url=f"{served.http}/v1", api_key="none", timeout=300, max_retries=0) as client,
+    ):
+        yield client
+
+
+def check(name: str, arguments: str) -> None:
+    value = json.loads(arguments)
+    if name == "now":
+        assert value == {}
+        return
+    assert name == "weather"
+    assert set(value) == {"city", "unit"}
+    assert 0 < len(value["city"]) <= 20
+    assert value["unit"] in UNITS
+
+
+def test_a_call_that_must_come_comes_and_its_result_goes_back(client: openai.OpenAI) -> None:
+    (choice,) = client.chat.completions.create(**ASK, tool_choice=WEATHER).choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls or ()
+    assert call.type == "function"
+    assert call.function.name == "weather"
+    check(call.function.name, call.function.arguments)
+    result = {"role": "tool", "tool_call_id": call.id, "content": '{"degrees": 18}'}
+    again = ASK | {"messages": [*ASK["messages"], choice.message, result], "tool_choice": "none"}
+    (choice,) = client.chat.completions.create(**again).choices
+    assert choice.message.content
+    assert choice.message.tool_calls is None
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_stream_of_calls_is_the_whole_answer_in_pieces(client: openai.OpenAI, parallel: bool) -> None:
+    asked = ASK | {"tool_choice": "required", "parallel_tool_calls": parallel}
+    (whole,) = client.chat.completions.create(**asked).choices
+    calls: list[list[str]] = []
+    content, pieces, finish = "", 0, None
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        finish = choice.finish_reason or finish
+        for piece in choice.delta.tool_calls or ():
+            assert piece.function is not None
+            if piece.id:
+                calls.append([piece.function.name or "", ""])
+            calls[piece.index][1] += piece.function.arguments or ""
+            pieces += 1
+    assert content == ""
+    assert calls == [[call.function.name, call.function.arguments] for call in whole.message.tool_calls or ()]
+    assert calls
+    assert pieces > len(calls)
+    assert finish == whole.finish_reason
+    if not parallel:
+        assert len(calls) == 1
+        assert finish == "tool_calls"
+    # Where the tokens end within a call, that one is cut.
+    for name, arguments in calls if finish == "tool_calls" else calls[:-1]:
+        check(name, arguments)
+
+
+def test_each_continuation_calls_for_itself(client: openai.OpenAI) -> None:
+    asked = ASK | {"tool_choice": WEATHER, "temperature": 1.0, "seed": 5, "n": 3}
+    for choice in client.chat.completions.create(**asked).choices:
+        (call,) = choice.message.tool_calls or ()
+        assert choice.finish_reason == "tool_calls"
+        check(call.function.name, call.function.arguments)
+
+
+def test_what_no_grammar_can_say_is_refused_by_the_tools_name(client: openai.OpenAI) -> None:
+    bad = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": bad}}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**ASK | {"tools": tools}, tool_choice="required")
+    assert caught.value.param == "tools"
+    assert "uniqueItems" in caught.value.message
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**ASK, tool_choice={"type": "function", "function": {"name": "nowhere"}})
+    assert caught.value.param == "tool_choice"
