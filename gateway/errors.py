@@ -133,6 +133,8 @@ def from_rpc(error: grpc.aio.AioRpcError, names: dict[str, str], label: str) -> 
     if reason == "INVALID_PARAMETER" and violation is not None:
         # The engine's text has its own name of the field; and the code is the one of the gateway's own checks.
         message, error_code = f"Invalid '{param}': {violation.description}", "invalid_value"
+    if reason == "INVALID_GRAMMAR" and param is not None:
+        message = f"Invalid '{param}': {message}"
     if http == 404 and param == "model":
         error_code = "model_not_found"
     retry_after = max(retry or 0, RETRY_SECONDS) if http in (429, 503) else None

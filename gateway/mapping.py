@@ -3,6 +3,7 @@
 import json
 
 from fulcrum.v1 import inference_pb2 as pb
+from gateway.constraints import Given
 from gateway.errors import ApiError
 from gateway.schemas import (
     COMPLETION_MAX_TOKENS,
@@ -57,8 +58,8 @@ def tokenize_request(body: TokenizeTextRequest | TokenizeChatRequest) -> pb.Toke
 
 
 def shared_fields(body: Sampling, max_tokens: int | None) -> pb.GenerateRequest:
-    """All but the prompt. What the caller left out stays unset."""
-    return pb.GenerateRequest(
+    """All but the prompt. What the caller left out stays unset. Raises: ApiError 400 for several constraints."""
+    request = pb.GenerateRequest(
         model=body.model or "",
         sampling=pb.SamplingParams(
             temperature=body.temperature,
@@ -84,6 +85,12 @@ def shared_fields(body: Sampling, max_tokens: int | None) -> pb.GenerateRequest:
         priority=body.priority,
         cache=pb.CacheOptions(salt=body.cache_salt) if body.cache_salt is not None else None,
     )
+    match body.constraint:
+        case Given(field="choices", value=list(choices)):
+            request.choices.choices.extend(choices)
+        case Given(field=field, value=value):
+            setattr(request, field, value)
+    return request
 
 
 def chat(body: ChatPrompt) -> pb.Chat:

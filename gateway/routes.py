@@ -132,6 +132,8 @@ class Routes:
         names: dict[str, str],
     ) -> Response:
         """Runs the Generates and answers with their text, streamed or whole. Until all are accepted no byte is sent."""
+        if (given := body.constraint) is not None:
+            names = names | {given.field: given.param}
         opening = Answer.open(self._pool, requests, body.n or 1, self._context(request))
         answer = await self._engine(request, opening, names)
         head = Head(answer.request_id, int(time.time()), body.model or answer.model, FINGERPRINT)

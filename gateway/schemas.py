@@ -16,6 +16,7 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
+from gateway.constraints import Choices, Given, ResponseFormat, Schema, StructuredOutputs, given_constraints
 from gateway.errors import ApiError
 
 UINT32_MAX = 2**32 - 1
@@ -41,7 +42,6 @@ UNSERVED: dict[str, tuple[object, ...]] = {
     "modalities": (None, ["text"]),
     "moderation": (None,),
     "prediction": (None,),
-    "response_format": (None, {"type": "text"}),
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
     "suffix": (None, ""),
@@ -132,6 +132,23 @@ class Sampling(Body):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def constraint(self) -> Given | None:
+        """What the answer must follow. Raises: ApiError 400 where there are several."""
+        guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+        given = given_constraints(self.response_format, self.structured_outputs, guided)
+        if len(given) > 1:
+            param = given[1].param
+            message = f"Invalid '{param}': there is a '{given[0].param}' already, and one answer follows one of them."
+            raise ApiError(400, message, param=param, code="invalid_value")
+        return given[0] if given else None
 
     @field_validator("stream_options")
     @classmethod

@@ -161,7 +161,6 @@ def test_harmless_fields(http, gateway, engine, kit, path, fields):
 UNSERVED = [
     {"functions": [{"name": "f"}]},
     {"function_call": {"name": "f"}},
-    {"response_format": {"type": "json_object"}},
     {"logprobs": True},
     {"logprobs": 0},
     {"logprobs": 5},
@@ -230,7 +229,7 @@ BAD = [
     ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
     ({"priority": 2**31}, "priority"),
     ({"cache_salt": ""}, "cache_salt"),
-    ({"guided_json": {}}, "guided_json"),
+    ({"guided_whitespace_pattern": "x"}, "guided_whitespace_pattern"),
     ({"temprature": 1}, "temprature"),
     ({"model": 5}, "model"),
 ]

@@ -1,0 +1,89 @@
+"""What an answer must follow, in OpenAI's field or in vLLM's, as one field of the contract. Compiles nothing."""
+
+import json
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Schema = dict[str, Any] | bool
+Choices = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class JsonSchema(_Body):
+    """OpenAI's `json_schema`: the schema and its name. It is obeyed, whatever `strict` says."""
+
+    schema_: Annotated[Schema, Field(alias="schema")]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def schema_where_it_belongs(self) -> "ResponseFormat":
+        """json_schema with the type of that name, and only there."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is needed with the type json_schema, and only there")
+        return self
+
+
+class StructuredOutputs(_Body):
+    """vLLM's `structured_outputs`: one of these."""
+
+    json_: Annotated[Schema | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Given(NamedTuple):
+    """One constraint: where the caller wrote it, the contract's field, and its value there."""
+
+    param: str
+    field: str
+    value: str | bool | list[str]
+
+
+def given_constraints(
+    response_format: ResponseFormat | None, structured: StructuredOutputs | None, guided: dict[str, Any]
+) -> list[Given]:
+    """Every constraint that a request has (more than one is too many).
+
+    Args:
+        guided: values of guided_json, guided_regex, guided_choice and guided_grammar, by the part behind guided_.
+    """
+    found = []
+    if response_format is not None and response_format.type == "json_object":
+        found.append(Given("response_format", "json_object", True))
+    elif response_format is not None and response_format.json_schema is not None:
+        schema = response_format.json_schema.schema_
+        found.append(Given("response_format.json_schema.schema", "json_schema", _text(schema)))
+    if structured is not None:
+        values = structured.model_dump(by_alias=True)
+        found += _fields("structured_outputs.", values)
+        if structured.json_object:
+            found.append(Given("structured_outputs.json_object", "json_object", True))
+    return found + _fields("guided_", guided)
+
+
+def _fields(prefix: str, values: dict[str, Any]) -> list[Given]:
+    names = {"json": "json_schema", "regex": "regex", "choice": "choices", "grammar": "grammar"}
+    return [
+        Given(prefix + name, field, _text(values[name]) if name == "json" else values[name])
+        for name, field in names.items()
+        if values.get(name) is not None
+    ]
+
+
+def _text(schema: Schema | str) -> str:
+    return schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
