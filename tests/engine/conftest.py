@@ -102,13 +102,18 @@ class FakeRunner:
             written = self.rows[work.row].pages[work.start // self.page_size :]
             assert all(readers.get(page, {work.row}) == {work.row} for page in written), "written while it is read"
         ends = [self._forward(work.row, work.start, work.length, broken) for work in step.works]
-        tokens, failed = [], []
+        tokens, failed, masks = [], [], dict(step.masks)
         for number, sample in enumerate(step.samples):
             row = self.rows[sample.row]
             end = step.works[sample.work].start + step.works[sample.work].length
             assert end == len(row.tokens), "a token is drawn from the last known one"
             generated = len(row.tokens) - row.init.prompt_length
             token = next_token(ends[sample.work], row.init.params, row.init.index, generated, row.init.stop_mask)
+            if number in masks:
+                allowed = [one for one in range(VOCAB) if masks[number][one // 8] >> one % 8 & 1]
+                token = next((one for one in allowed if one >= token), allowed[0] if allowed else 0)
+                if not allowed:
+                    failed.append(number)
             if ends[sample.work] in (NAN, GARBAGE):
                 token = -1
             if ends[sample.work] == NAN:
@@ -174,7 +179,7 @@ class Harness:
         self.silent: set[tuple[str, int]] = set()  # aborted, or ended from outside
 
     def add(self, request_id: str, prompt: Iterable[int], **settings: object) -> Request:
-        own = {name: settings.pop(name) for name in ("priority", "salt", "bypass_cache") if name in settings}
+        own = {name: settings.pop(name) for name in ("priority", "salt", "bypass_cache", "grammar") if name in settings}
         params = SamplingParams(**{"temperature": 0.0, **settings})
         request = Request(request_id, tuple(prompt), params, **own)
         self.scheduler.add(request)

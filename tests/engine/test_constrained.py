@@ -1,0 +1,198 @@
+"""Sequences with a grammar: when they are scheduled, what limits them, and how they end; with a grammar made for it."""
+
+import pytest
+
+from engine.request import FinishReason, RejectReason, RequestRejected
+from engine.step import Step
+
+EOS = 7
+VOCAB = 50
+WORDS = 2  # int32, for 50 tokens
+
+
+class Counting:
+    """A grammar of `length` tokens of which the i-th is i modulo 5, and then the end.
+
+    Refuses by itself whatever it has not allowed; `broken_at` makes it refuse a right one, `empty_at` allow none.
+    """
+
+    def __init__(self, length: int, broken_at: int = -1, empty_at: int = -1) -> None:
+        self.length, self.broken_at, self.empty_at = length, broken_at, empty_at
+        self.tokens: list[int] = []
+        self.terminated = False
+
+    def _allowed(self) -> set[int]:
+        place = len(self.tokens)
+        if place == self.empty_at:
+            return set()
+        return {EOS} if place >= self.length else {t for t in range(VOCAB) if t % 5 == place % 5 and t not in (7, 11)}
+
+    def accept(self, token: int) -> bool:
+        assert not self.terminated, "nothing follows the end"
+        if token not in self._allowed() or len(self.tokens) == self.broken_at:
+            return False
+        self.tokens.append(token)
+        self.terminated = token == EOS
+        return True
+
+    def mask(self, barred=()) -> bytes:
+        assert not self.terminated
+        allowed = self._allowed() - set(barred) or self._allowed()
+        return sum(1 << token for token in allowed).to_bytes(4 * WORDS, "little")
+
+
+class Source:
+    """The grammars "3", "12 broken_at=2" and so on; remembers what it made."""
+
+    def __init__(self) -> None:
+        self.made: list[Counting] = []
+
+    def matcher(self, key: str) -> Counting | None:
+        if key == "forgotten":
+            return None
+        length, *faults = key.split()
+        self.made.append(
+            Counting(int(length), **{name: int(at) for name, at in (fault.split("=") for fault in faults)})
+        )
+        return self.made[-1]
+
+
+def follows(tokens: list[int], length: int) -> bool:
+    *text, end = tokens
+    return end == EOS and len(text) == length and all(token % 5 == place % 5 for place, token in enumerate(text))
+
+
+def constrained_rows(step: Step) -> set[int]:
+    return {step.samples[index].row for index, _ in step.masks}
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_text_follows_its_grammar_and_ends_by_itself(harness, depth):
+    h = harness(depth=depth, grammars=Source())
+    h.add("a", range(10), max_tokens=50, grammar="12")
+    h.run()
+    assert follows(h.tokens["a", 0], 12)
+    assert h.finish["a", 0] is FinishReason.EOS
+    h.check_idle()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_its_next_token_waits_for_its_last_and_others_go_on(harness, depth):
+    h = harness(depth=depth, grammars=Source())
+    h.add("bound", [1, 2, 3], max_tokens=30, grammar="10")
+    h.add("free", [4, 5, 6], max_tokens=20, ignore_eos=True)
+    while h.scheduler.has_work or h.in_flight:
+        uncollected = [row for step, _ in h.in_flight for row in constrained_rows(step)]
+        step = h.turn()
+        if step is not None:
+            assert not constrained_rows(step) & set(uncollected), "drawn before the token before it was known"
+    assert follows(h.tokens["bound", 0], 10)
+    assert h.tokens["free", 0] == h.lone([4, 5, 6], 20)
+    # The free one has part in every step until it ends, as if it were alone.
+    rows = [len(step.works) for step in h.steps]
+    assert sum(len(step.samples) for step in h.steps) == 11 + 20
+    assert len(rows) <= 20 + 2 * depth + 11
+
+
+def alone(harness, prompt, **settings):
+    h = harness(depth=0, grammars=Source(), num_pages=200)
+    h.add("x", prompt, **settings)
+    h.run()
+    return [h.tokens["x", index] for index in range(settings.get("n", 1))]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_batches_mix_and_preemption_changes_nothing(harness, depth):
+    h = harness(depth=depth, grammars=Source(), num_pages=14, max_num_seqs=6)
+    asked = {
+        f"r{number}": (list(range(number, number + 9)), {"max_tokens": 24, "temperature": 1.0, "seed": number}
+        | ({"grammar": str(8 + number)} if number % 3 else {"ignore_eos": True}))
+        for number in range(8)
+    }  # fmt: skip
+    for name, (prompt, settings) in asked.items():
+        h.add(name, prompt, **settings)
+    h.run()
+    assert h.scheduler.stats.preemptions > 0
+    for name, (prompt, settings) in asked.items():
+        assert [h.tokens[name, 0]] == alone(harness, prompt, **settings)
+        if "grammar" in settings:
+            assert follows(h.tokens[name, 0], int(settings["grammar"]))
+    h.check_idle()
+
+
+def test_each_of_n_has_a_matcher_of_its_own(harness):
+    source = Source()
+    h = harness(depth=1, grammars=source)
+    h.add("a", range(6), n=4, temperature=1.0, seed=3, max_tokens=20, grammar="9")
+    h.run()
+    texts = [h.tokens["a", index] for index in range(4)]
+    assert all(follows(text, 9) for text in texts)
+    assert len({tuple(text) for text in texts}) > 1
+    assert sorted(matcher.tokens for matcher in source.made) == sorted(texts)
+
+
+def test_length_and_the_services_own_end_cut_it(harness):
+    h = harness(grammars=Source())
+    h.add("short", range(5), max_tokens=4, grammar="9")
+    h.run()
+    assert h.finish["short", 0] is FinishReason.LENGTH
+    assert [token % 5 for token in h.tokens["short", 0]] == [0, 1, 2, 3]
+    h.add("stopped", range(5), max_tokens=9, grammar="9")
+    h.turn()
+    h.end_sequence("stopped", 0)
+    h.run().check_idle()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"min_tokens": 20}, {"ignore_eos": True}, {"min_tokens": 20, "ignore_eos": True}, {}]
+)
+def test_the_grammar_alone_says_when_it_ends(harness, settings):
+    h = harness(grammars=Source())
+    h.add("a", range(5), max_tokens=30, grammar="6", **settings)
+    h.run()
+    assert (follows(h.tokens["a", 0], 6), h.finish["a", 0]) == (True, FinishReason.EOS)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("fault", ["broken_at=3", "empty_at=3"])
+def test_a_matcher_that_fails_ends_its_sequence_alone(harness, depth, fault):
+    h = harness(depth=depth, grammars=Source())
+    h.add("bad", [1, 2, 3], max_tokens=20, grammar=f"9 {fault}")
+    h.add("good", [4, 5, 6], max_tokens=20, grammar="9")
+    h.add("free", [7, 8, 9], max_tokens=12, ignore_eos=True)
+    h.run()
+    assert h.finish["bad", 0] is FinishReason.ERROR
+    assert len(h.tokens["bad", 0]) == 3
+    assert follows(h.tokens["good", 0], 9)
+    assert h.tokens["free", 0] == h.lone([7, 8, 9], 12)
+    h.check_idle()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_failed_step_leaves_the_matchers_of_others_as_they_are(harness, depth):
+    h = harness(depth=depth, grammars=Source(), max_num_batched_tokens=8)
+    h.add("a", range(6), max_tokens=30, grammar="15")
+    for _ in range(6):
+        h.turn()
+    h.add("b", range(20, 28), max_tokens=30, grammar="5")
+    h.turn(broken=True)
+    h.run()
+    for name, length in (("a", 15), ("b", 5)):
+        assert h.finish[name, 0] is FinishReason.ERROR or follows(h.tokens[name, 0], length)
+
+
+def test_a_static_batch_follows_its_grammars_too(harness):
+    h = harness(static=True, grammars=Source())
+    h.add("a", range(5), max_tokens=20, grammar="4")
+    h.add("b", range(9), max_tokens=20, grammar="8")
+    h.run()
+    assert follows(h.tokens["a", 0], 4)
+    assert follows(h.tokens["b", 0], 8)
+
+
+def test_a_grammar_that_is_not_held_is_refused(harness):
+    for h in (harness(grammars=Source()), harness()):
+        with pytest.raises(RequestRejected) as caught:
+            h.add("a", [1], max_tokens=2, grammar="forgotten")
+        assert caught.value.reason is RejectReason.UNKNOWN_GRAMMAR
+        assert not h.scheduler.has_work
