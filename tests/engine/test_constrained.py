@@ -1,9 +1,11 @@
 """Sequences with a grammar: when they are scheduled, what limits them, and how they end; with a grammar made for it."""
 
 import pytest
+import torch
 
-from engine.request import FinishReason, RejectReason, RequestRejected
-from engine.step import Step
+from engine.request import FinishReason, RejectReason, RequestRejected, SamplingParams
+from engine.sampler import Sampler
+from engine.step import RowInit, Step
 
 EOS = 7
 VOCAB = 50
@@ -196,3 +198,42 @@ def test_a_grammar_that_is_not_held_is_refused(harness):
             h.add("a", [1], max_tokens=2, grammar="forgotten")
         assert caught.value.reason is RejectReason.UNKNOWN_GRAMMAR
         assert not h.scheduler.has_work
+
+
+# --------------------------------------------------------------------------------------------------------- the sampler
+
+
+def bits(*tokens: int) -> bytes:
+    return sum(1 << token for token in tokens).to_bytes(4 * WORDS, "little")
+
+
+def draw(logits: torch.Tensor, params: list[SamplingParams], masks: list[tuple[int, bytes]]) -> tuple[list, list]:
+    sampler = Sampler(vocab_size=VOCAB, device=torch.device("cpu"), max_num_seqs=len(params), processors=())
+    for row, one in enumerate(params):
+        sampler.add_row(RowInit(row, (1, 2), 1, one, 0, ()))
+    known = torch.tensor([[1, 2, 0]] * len(params), dtype=torch.int32)
+    tokens, failed = sampler.sample(logits, range(len(params)), known, [2] * len(params), masks)
+    return tokens.tolist(), failed.tolist()
+
+
+def test_a_mask_limits_its_row_alone():
+    logits = torch.arange(VOCAB, dtype=torch.float32).repeat(4, 1)
+    greedy = SamplingParams(temperature=0.0, seed=0)
+    tokens, failed = draw(logits, [greedy] * 4, [(0, bits(3, 40)), (2, bits(31)), (3, bits(32, 49, 0))])
+    assert (tokens, failed) == ([40, 49, 31, 49], [False] * 4)
+
+
+def test_a_mask_comes_after_bias_and_penalties_and_before_the_filters():
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 9] = 5
+    params = [
+        SamplingParams(temperature=0.0, seed=0, logit_bias={9: 100.0, 5: 1.0}),  # what is barred stays barred
+        SamplingParams(temperature=0.0, seed=0, presence_penalty=1.0),  # of two allowed, 2 has occurred
+        SamplingParams(temperature=1.0, seed=0, top_k=1, top_p=0.1),  # the likeliest of what is allowed
+    ]
+    assert draw(logits, params, [(0, bits(4, 5)), (1, bits(2, 3)), (2, bits(44))]) == ([5, 3, 44], [False] * 3)
+
+
+def test_a_mask_without_a_token_fails_its_row():
+    greedy = SamplingParams(temperature=0.0, seed=0)
+    assert draw(torch.ones(2, VOCAB), [greedy, greedy], [(1, bits())]) == ([0, 0], [False, True])

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import xgrammar
 
 from engine.client import CoreClient, CoreDied, RequestStream
 from engine.core import EngineCore
 from engine.core_server import CoreServer
 from engine.frames import MAX_FRAME_BYTES, FrameError, frame_length, take_frames, to_frame
+from engine.grammar import GrammarError, Grammars, Vocabulary, tokenizer_info
 from engine.messages import CoreInfo, RequestStart, SequenceOutput
 from engine.request import FinishReason, RejectReason, Request, RequestRejected, SamplingParams
 from engine.scheduler import Scheduler
@@ -72,6 +74,7 @@ class Served:
 
     def __init__(self, folder: Path) -> None:
         self.runner = SumRunner()
+        grammars = Grammars()
         scheduler = Scheduler(
             num_pages=1024,
             page_size=16,
@@ -80,10 +83,11 @@ class Served:
             max_model_len=8192,
             vocab_size=VOCAB,
             eos_token_ids=[EOS],
+            grammars=grammars,
         )
         info = CoreInfo("Sum", VOCAB, 8192, [EOS], "int", "cpu", 16, 1024, 64, 2048, "0")
         self.path = folder / "core.sock"
-        self.core = EngineCore(scheduler, self.runner)
+        self.core = EngineCore(scheduler, self.runner, grammars=grammars)
         self.server = CoreServer(self.core, info, self.path)
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
@@ -420,3 +424,37 @@ async def test_merging_keeps_the_end() -> None:
     stream.put(SequenceOutput("a", 0, [2], FinishReason.EOS))
     stream.put(SequenceOutput("a", 0, [3]))  # after the end: not ours
     assert [event async for event in stream] == [[SequenceOutput("a", 0, [1, 2], FinishReason.EOS)]]
+
+
+async def test_a_grammar_is_loaded_once_for_all_clients_and_limits_the_requests_that_name_it(served: Served) -> None:
+    # Token 33 is the byte "!", and so on; the sums of the fake model are no good there: 6 is not among them.
+    vocabulary = Vocabulary((*(bytes([token]) for token in range(VOCAB - 1)), b""), (EOS,))
+    compiler = xgrammar.GrammarCompiler(tokenizer_info(vocabulary), max_threads=1)
+    data = compiler.compile_regex("[!-?]+").serialize_json().encode()
+    asked: list[Vocabulary] = []
+
+    def told() -> Vocabulary:
+        asked.append(vocabulary)
+        return vocabulary
+
+    constrained = Request("c", (1, 2, 3), SamplingParams(max_tokens=5, seed=0), grammar="exclaim")
+    async with connected(served) as one, connected(served) as two:
+        with pytest.raises(RequestRejected) as caught:
+            await one.submit(constrained)
+        assert caught.value.reason is RejectReason.UNKNOWN_GRAMMAR
+        with pytest.raises(GrammarError, match="cannot be read"):
+            await one.load_grammar("exclaim", b"{}", told)
+        free = await two.submit(request("free", max_tokens=20))
+        await one.load_grammar("exclaim", data, told)
+        await one.load_grammar("exclaim", data, told)
+        await two.load_grammar("exclaim", b"not read: it is held already", told)
+        assert len(asked) == 2  # once a connection
+        assert "exclaim" in served.core.grammars
+        # The runner heeds no mask: the first token, 1 + 2 + 3, is refused by the matcher.
+        tokens, finish, _ = await read(await two.submit(constrained))
+        assert (tokens, finish) == ([], FinishReason.ERROR)
+        assert (await read(free))[0] == continuation((1, 2, 3), 20)
+        other = Vocabulary(vocabulary.tokens[:-1], (EOS - 1,))
+        async with connected(served) as three:
+            with pytest.raises(GrammarError, match="another vocabulary"):
+                await three.load_grammar("more", data, lambda: other)
