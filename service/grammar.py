@@ -81,13 +81,17 @@ class GrammarCompiler:
             self._vocabulary = Vocabulary(tuple(pieces), self._stops)
         return self._vocabulary
 
-    async def compile(self, constraint: Constraint) -> Compiled:
+    async def compile(self, constraint: Constraint, field: str = "") -> Compiled:
         """The grammar, from the cache or compiled now; equal ones at the same time are compiled once.
+
+        `field`: the request's field to blame, where it is not the constraint's kind.
 
         Raises ApiError INVALID_ARGUMENT (INVALID_GRAMMAR): it cannot be compiled, or not within the limits.
         """
         if not self._stops:
-            raise _refused(constraint, "the model has no end-of-sequence token, so that no text would end")
+            raise _refused(
+                field or constraint.kind, "the model has no end-of-sequence token, so that no text would end"
+            )
         result = self._kept.get(constraint)
         if result is None:
             task = self._running.get(constraint)
@@ -98,7 +102,7 @@ class GrammarCompiler:
         else:
             self._kept.move_to_end(constraint)
         if result.error:
-            raise _refused(constraint, result.error)
+            raise _refused(field or constraint.kind, result.error)
         key = hashlib.sha256(json.dumps(constraint).encode()).hexdigest()
         return Compiled(key, result.grammar)
 
@@ -179,7 +183,5 @@ class GrammarCompiler:
             return path
 
 
-def _refused(constraint: Constraint, why: str) -> ApiError:
-    # Of the tools' parameters: nothing else makes a structural tag.
-    field = "chat.tools" if constraint.kind == "structural_tag" else constraint.kind
+def _refused(field: str, why: str) -> ApiError:
     return ApiError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_GRAMMAR", why, field=field)

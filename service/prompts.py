@@ -10,7 +10,7 @@ import grpc
 from fulcrum.v1 import inference_pb2 as pb
 from service.chat_template import RESERVED, ChatTemplate, TemplateError
 from service.errors import ApiError, Violation, invalid
-from service.parsers.forced import forced_calls
+from service.parsers.forced import calls_form
 from service.parsers.output_parser import Reading
 from service.parsers.registry import Formats
 from service.parsers.think import Think
@@ -87,7 +87,7 @@ class Prompts:
         except TemplateError as error:
             raise _template_error(str(error)) from error
         reading = self._reading(chat, text, tools)
-        if reading is not None and reading.prefilled and reading.tools is not None:
+        if reading is not None and reading.tools is not None and reading.forced is not None:
             text += reading.tools.prefill
         ids = self._encode(text, "chat", window, add_special_tokens=False)
         return ChatPrompt(ids, reading)
@@ -109,20 +109,14 @@ class Prompts:
             return None
         opened = reasoning is not None and _opened(chat, text, reasoning)
         parallel = chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls")
-        forced = ""
+        thinks = reasoning is not None and not text.rstrip().endswith(reasoning.closing)
+        forced = None
         if calls is not None and must_call(chat.tool_choice):
-            # Whoever has ended his reasoning in the prompt, or must begin a call there, does not reason any more.
-            thinks = reasoning is not None and not calls.prefill and not text.rstrip().endswith(reasoning.closing)
-            forced = forced_calls(
-                calls,
-                {tool.name: json_object(tool.parameters_json) or {} for tool in chat.tools},
-                only=chat.tool_choice.function or None,
-                parallel=parallel,
-                reasoning=reasoning if thinks else None,
-                opened=opened,
-            )
+            schemas = {tool.name: json_object(tool.parameters_json) or {} for tool in chat.tools}
+            forced = calls_form(calls, schemas, only=chat.tool_choice.function or None, parallel=parallel)
+            thinks = thinks and not calls.prefill
         names = frozenset(tool.name for tool in chat.tools)
-        return Reading(reasoning, opened, calls, names, parallel, prefilled=bool(forced), forced=forced)
+        return Reading(reasoning, opened, calls, names, parallel, thinks, forced)
 
     def _encode(self, text: str, field: str, window: int | None, *, add_special_tokens: bool) -> list[int]:
         fewest = self.tokenizer.fewest_tokens(text)

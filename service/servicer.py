@@ -15,11 +15,13 @@ from fulcrum.v1 import inference_pb2_grpc
 from service.auth import Authenticator
 from service.choice import Choice
 from service.errors import Violation, draining, engine_dead, invalid
-from service.grammar import Compiled, Constraint, GrammarCompiler
+from service.grammar import Compiled, GrammarCompiler
 from service.live import LiveCalls
 from service.model import ServedModel
+from service.output_grammar import output_grammar
 from service.parsed_choice import ParsedChoice
 from service.parsers.output_parser import Reading
+from service.tools import must_call
 from service.validate import Plan, Violations, fit, plan, refusal, window_exceeded
 
 logger = logging.getLogger(__name__)
@@ -70,10 +72,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         name = model.resolve(request.model)
         metadata = context.invocation_metadata()
         asked = plan(request, core.info, model.defaults, self._authenticator.caller(metadata))
+        if asked.constraint is not None and must_call(request.chat.tool_choice):
+            text = f"{asked.constraint.kind} and a call that must come exclude each other"
+            raise invalid([Violation("chat.tool_choice", text)])
         field, prompt, reading = await self._prompt(request)
         params = fit(asked, prompt, field, core.info)
-        constraint = _constraint(asked, reading)
-        grammar = None if constraint is None else await self._grammars.compile(constraint)
+        constraint = output_grammar(asked.constraint, reading)
+        grammar = None
+        if constraint is not None:
+            grammar = await self._grammars.compile(
+                constraint, asked.constraint.kind if asked.constraint else "chat.tools"
+            )
         job = Request(
             request_id=asked.request_id,
             prompt=tuple(prompt),
@@ -220,15 +229,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             version=info.version,
             created=self._model.created,
         )
-
-
-def _constraint(asked: Plan, reading: Reading | None) -> Constraint | None:
-    """What the text must follow. Raises ApiError INVALID_ARGUMENT: the constraint and a call that must come."""
-    if reading is None or not reading.forced:
-        return asked.constraint
-    if asked.constraint is not None:
-        raise invalid([Violation("chat.tool_choice", f"that requires a call excludes {asked.constraint.kind}")])
-    return Constraint("structural_tag", reading.forced)
 
 
 def _label(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from service.parsers.events import CallEnd, CallStart, Content, Event
+from service.parsers.forced import Form
 from service.parsers.think import Think
 from service.parsers.tool_parser import ToolParser
 
@@ -17,8 +18,8 @@ class Reading:
         tools: the form of tool calls, where there are tools.
         names: the tools' names.
         parallel: more than one call may come.
-        prefilled: the prompt ends with the beginning of a call (ToolParser.prefill).
-        forced: the grammar of an output that has to call a tool; "": it need not.
+        thinks: reasoning may come: the prompt has not ended it, and begins no call.
+        forced: the form of the calls that have to come, behind ToolParser.prefill; None: none has to.
     """
 
     reasoning: type[Think] | None = None
@@ -26,8 +27,8 @@ class Reading:
     tools: type[ToolParser] | None = None
     names: frozenset[str] = frozenset()
     parallel: bool = True
-    prefilled: bool = False
-    forced: str = ""
+    thinks: bool = False
+    forced: Form | None = None
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -38,7 +39,7 @@ class Reading:
         """A parser for one answer."""
         return OutputParser(
             None if self.reasoning is None else self.reasoning(self.opened),
-            None if self.tools is None else self.tools(self.names, prefilled=self.prefilled),
+            None if self.tools is None else self.tools(self.names, prefilled=self.forced is not None),
             parallel=self.parallel,
         )
 

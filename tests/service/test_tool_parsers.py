@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from service.detokenizer import Detokenizer
 from service.parsers.events import Arguments, CallEnd, CallStart, Content, Reasoning
-from service.parsers.forced import forced_calls
+from service.parsers.forced import behind_reasoning, calls_form
 from service.parsers.output_parser import OutputParser
 from service.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, Formats
 from service.parsers.think import Think
@@ -413,8 +413,9 @@ FORCED = {"f": POINT, "g": {"type": "object", "properties": {}, "additionalPrope
 TOKENS = [*(chr(number) for number in range(32, 127)), "\n", "</s>"]
 
 
-def accepts(grammar, text):
-    """Whether the grammar takes the text from its beginning to its end."""
+def accepts(form, text):
+    """Whether the form takes the text from its beginning to its end."""
+    grammar = json.dumps({"type": "structural_tag", "format": form})
     info = xgrammar.TokenizerInfo(TOKENS, stop_token_ids=[len(TOKENS) - 1])
     matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_structural_tag(grammar))
     ids = [TOKENS.index(char) for char in text]
@@ -437,7 +438,7 @@ def test_a_forced_output_is_calls_and_is_read_as_such(name):
         return frame.replace("{}", joined)
 
     one, two = [("f", '{"at": 3}')], [("g", "{}"), ("f", '{"at": 3}')]
-    grammar = forced_calls(TOOL_PARSERS[name], FORCED)
+    grammar = calls_form(TOOL_PARSERS[name], FORCED)
     for calls in (one, two):
         assert accepts(grammar, text(*calls))
         parser = OutputParser(None, TOOL_PARSERS[name](NAMES, prefilled=True))
@@ -449,22 +450,21 @@ def test_a_forced_output_is_calls_and_is_read_as_such(name):
     assert not accepts(grammar, "")
     assert not accepts(grammar, text(("f", '{"at": "3"}')))
     assert not accepts(grammar, text(("stranger", "{}")))
-    single = forced_calls(TOOL_PARSERS[name], FORCED, parallel=False)
+    single = calls_form(TOOL_PARSERS[name], FORCED, parallel=False)
     assert accepts(single, text(*one))
     assert not accepts(single, text(*two))
-    named = forced_calls(TOOL_PARSERS[name], FORCED, only="g")
+    named = calls_form(TOOL_PARSERS[name], FORCED, only="g")
     assert accepts(named, text(("g", "{}")))
     assert not accepts(named, text(*one))
     assert not accepts(named, text(("g", "{}"), ("g", "{}")))
     with pytest.raises(KeyError):
-        forced_calls(TOOL_PARSERS[name], FORCED, only="stranger")
+        calls_form(TOOL_PARSERS[name], FORCED, only="stranger")
 
 
 def test_a_forced_output_may_be_thought_about():
     call = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
-    free, opened = (
-        forced_calls(TOOL_PARSERS["hermes"], FORCED, reasoning=Think, opened=opened) for opened in (False, True)
-    )
+    form = calls_form(TOOL_PARSERS["hermes"], FORCED)
+    free, opened = (behind_reasoning(form, Think, opened=opened) for opened in (False, True))
     thought = "\nHm <tool_call> {\n</think>\n\n"
     assert accepts(free, call)
     assert accepts(free, "<think>" + thought + call)
@@ -477,6 +477,6 @@ def test_a_forced_output_may_be_thought_about():
 
 
 def test_white_space_in_forced_arguments_is_bounded():
-    grammar = forced_calls(TOOL_PARSERS["llama3_json"], FORCED)
+    grammar = calls_form(TOOL_PARSERS["llama3_json"], FORCED)
     assert accepts(grammar, '{"name": "f", "parameters": {' + " " * 16 + '"at": 3}}')
     assert not accepts(grammar, '{"name": "f", "parameters": {' + " " * 17 + '"at": 3}}')

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import grpc
 import pytest
@@ -348,18 +349,21 @@ async def test_models_that_take_no_tools_say_so(make_core, serving, template, de
         assert (content, calls, finished.reason) == (CALL, [], pb.FINISH_REASON_STOP)
 
 
+def last_grammar_accepts(core, text):
+    """Whether the grammar that the core got last takes the text from its beginning to its end."""
+    _, data, vocabulary = core.grammars[-1]
+    grammar = xgrammar.CompiledGrammar.deserialize_json(data.decode(), tokenizer_info(vocabulary))
+    matcher = xgrammar.GrammarMatcher(grammar)
+    return all(matcher.accept_token(byte) for byte in text.encode()) and matcher.accept_token(EOS)
+
+
 REQUIRED, NOW = pb.ToolChoice(mode=pb.ToolChoice.MODE_REQUIRED), pb.ToolChoice(function="now")
 
 
 async def test_a_call_that_must_come_is_a_grammar(make_core, serving, template, details):
     core = make_core()
 
-    def accepts(text):
-        _, data, vocabulary = core.grammars[-1]
-        grammar = xgrammar.CompiledGrammar.deserialize_json(data.decode(), tokenizer_info(vocabulary))
-        matcher = xgrammar.GrammarMatcher(grammar)
-        return all(matcher.accept_token(byte) for byte in text.encode()) and matcher.accept_token(EOS)
-
+    accepts = partial(last_grammar_accepts, core)
     core.reply = writes(CALL_2)
     async with serving(core, chat_template=template(HERMES)) as server:
         _, _, calls, finished = answer(await generate(server, request({"tool_choice": REQUIRED})))
@@ -398,6 +402,55 @@ async def test_a_call_that_must_come_is_a_grammar(make_core, serving, template, 
     async with serving(core, chat_template=path, tool_parser="none") as server:
         error = await refusal(server, request({"tool_choice": NOW}), details)
         assert (error.code, error.reason) == (CODE.FAILED_PRECONDITION, "TOOLS_UNSUPPORTED")
+
+
+# field and value, a text that follows it, a text that does not
+CONSTRAINTS = [
+    (
+        {"json_schema": '{"type": "object", "properties": {"a": {"type": "integer"}}}'},
+        '{"a": 1, "b": "x"}',
+        '{"a": ""}',
+    ),
+    ({"json_object": True}, '{"a": 1}', "[]"),
+    ({"regex": "a+b?"}, "aab", "ba"),
+    ({"grammar": 'root ::= "x" root | "y"'}, "xxy", "xx"),
+    ({"choices": pb.Choices(choices=["on", 'o"n"'])}, 'o"n"', "o"),
+]
+
+
+async def test_a_constraint_leaves_room_for_reasoning_and_calls(make_core, serving, template, details):
+    core = make_core()
+    accepts = partial(last_grammar_accepts, core)
+    core.reply = writes("x")
+    path = template('{{ tools }}{{ messages[0].content }}{# </think><tool_call>"arguments" #}')
+    async with serving(core, chat_template=path) as server:
+        for constraint, good, bad in CONSTRAINTS:
+            await generate(server, request({"tools": []}, **constraint))
+            assert accepts(good), constraint
+            assert accepts(f"<think>\nHm {bad}</think>\n\n{good}"), constraint
+            assert not any(map(accepts, (bad, f"<think></think>\n\n{bad}", "<think>", CALL))), constraint
+            await generate(server, request(**constraint))
+            assert accepts(good), constraint
+            assert accepts(f"<think>Hm</think>\n\n{CALL}\n{CALL_2}"), constraint
+            assert not any(map(accepts, (bad, good + CALL, CALL + good))), constraint
+        error = await refusal(server, request(json_schema="{"), details)
+        assert (error.reason, error.fields) == ("INVALID_GRAMMAR", ["json_schema"])
+        error = await refusal(server, request(regex="("), details)
+        assert (error.reason, error.fields) == ("INVALID_GRAMMAR", ["regex"])
+        # What the tools' arguments must be is not asked for, so that it cannot be at fault.
+        odd = [tool(parameters_json='{"contains": {}}')]
+        assert answer(await generate(server, request({"tools": odd}, regex="x")))[0] == "x"
+
+
+async def test_reasoning_that_the_prompt_has_opened_comes_before_a_constraint(make_core, serving, template):
+    core = make_core()
+    core.reply = writes('Hm</think>\n\n{"a": 1}')
+    path = template("{{ messages[0].content }}<think>\n{# </think> #}")
+    async with serving(core, chat_template=path) as server:
+        events = await generate(server, request({"tools": []}, json_object=True))
+    assert answer(events)[:2] == ('{"a": 1}', "Hm")
+    assert last_grammar_accepts(core, 'Hm</think>\n\n{"a": 1}')
+    assert not last_grammar_accepts(core, '{"a": 1}')
 
 
 DEEP = '{"a":' * 9_999 + "1" + "}" * 9_999
