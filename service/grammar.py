@@ -33,6 +33,7 @@ _KEPT_BYTES = 256 << 20
 _KEPT = 1024
 _START_SECONDS = 120.0
 _SLACK_SECONDS = 2.0
+_FORGET_SECONDS = 60.0
 
 
 class Constraint(NamedTuple):
@@ -123,9 +124,13 @@ class GrammarCompiler:
             began = loop.time()
             result = await self._ask(path, Job(*constraint))
             if result is None:
+                if self._process is None or self._process.returncode is not None:
+                    raise RuntimeError("the grammar compiler has died")
                 late = loop.time() - began >= self._seconds
                 limit = f"takes longer than the {self._seconds:g} s" if late else "takes more memory than"
                 result = Result(error=f"its compilation {limit} that it may")
+                # It may have been the machine that was busy.
+                loop.call_later(_FORGET_SECONDS, self._kept.pop, constraint, None)
         logger.debug("a grammar (%s) took %.3f s: %d bytes", constraint.kind, loop.time() - began, len(result.grammar))
         self._kept[constraint] = result
         while len(self._kept) > _KEPT or sum(len(one.grammar) for one in self._kept.values()) > _KEPT_BYTES:
@@ -134,7 +139,10 @@ class GrammarCompiler:
 
     async def _ask(self, path: Path, job: Job) -> Result | None:
         """None when the child that worked on it has ended without an answer."""
-        reader, writer = await asyncio.open_unix_connection(str(path))
+        try:
+            reader, writer = await asyncio.open_unix_connection(str(path))
+        except OSError:
+            return None
         try:
             async with asyncio.timeout(self._seconds + _SLACK_SECONDS):
                 writer.write(to_frame(msgspec.msgpack.encode(job)))

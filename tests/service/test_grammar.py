@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sys
 import time
 
 import grpc
@@ -120,15 +121,6 @@ async def test_the_process_is_started_anew_when_it_has_died(compiler):
     await compiler.compile(Constraint("regex", "after"))
 
 
-async def test_the_process_ends_with_its_owner(byte_model):
-    compiler = GrammarCompiler(Tokenizer.load(byte_model), 258, [EOS], seconds=SECONDS)
-    await compiler.compile(Constraint("regex", "a"))
-    pid, folder = compiler._process.pid, compiler._folder.name
-    await compiler.close()
-    assert not os.path.exists(f"/proc/{pid}")
-    assert not os.path.exists(folder)
-
-
 async def test_grammars_are_of_one_vocabulary_and_make_room(compiler):
     first = await compiler.compile(Constraint("regex", "first"))
     second = await compiler.compile(Constraint("regex", "second"))
@@ -163,6 +155,21 @@ async def test_masks_have_a_bit_for_each_token_and_bar_stops_while_there_is_more
     assert allowed([EOS, ord("b")]) == [ord("b"), EOS]  # a text that can only end may end
     assert matcher.accept(EOS)
     assert matcher.terminated
+
+
+async def test_the_process_ends_with_its_owner(compiler):  # the last of these tests that needs it
+    await compiler.compile(Constraint("regex", "a"))
+    pid, folder = compiler._process.pid, compiler._folder.name
+    await compiler.close()
+    assert not os.path.exists(f"/proc/{pid}")
+    assert not os.path.exists(folder)
+
+
+async def test_a_serving_process_imports_the_library_only_for_a_grammar():
+    code = "import sys, service.server, engine.core_server, engine.build; loaded = {*sys.modules}"
+    code += "; print({'xgrammar', 'transformers'} & loaded)"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+    assert (await process.communicate())[0] == b"set()\n"
 
 
 async def test_choices_are_quoted():
