@@ -8,6 +8,7 @@ arXiv:2411.15100), which brings transformers, is imported when the first grammar
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
+from time import thread_time
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 # Of compiled grammars, in the core. One takes 0.1 to 2 MB; whoever is crowded out is sent again when it is asked for.
 MAX_HELD_BYTES = 256 << 20
+# What following one grammar may take: this, and so much for each token. Common are 5 to 100 microseconds.
+_FIRST_SECONDS, _TOKEN_SECONDS = 0.5, 1e-3
 
 
 class Vocabulary(msgspec.Struct, array_like=True, frozen=True):
@@ -33,7 +36,7 @@ class Vocabulary(msgspec.Struct, array_like=True, frozen=True):
 
 
 class GrammarError(Exception):
-    """A grammar cannot be read back, or is of another vocabulary."""
+    """A grammar cannot be read back, is of another vocabulary, or takes too long to follow."""
 
 
 class Matcher(Protocol):
@@ -60,7 +63,23 @@ class Matchers(Protocol):
     """Where matchers come from."""
 
     def matcher(self, key: str) -> Matcher | None:
-        """A matcher at the beginning of the grammar; None if the grammar is not held."""
+        """A matcher at the beginning of the grammar; None if it is not held. Raises GrammarError: it takes too long."""
+
+
+class _Time:
+    """What all matchers of one grammar have taken together: processor time of the core's thread, in which all wait.
+
+    Some grammars, most of them made for it, take a second for a token. Whatever took more than is allowed ends.
+    """
+
+    __slots__ = ("left",)
+
+    def __init__(self) -> None:
+        self.left = _FIRST_SECONDS
+
+    @property
+    def over(self) -> bool:
+        return self.left < 0
 
 
 def tokenizer_info(vocabulary: Vocabulary) -> "xgrammar.TokenizerInfo":
@@ -86,7 +105,7 @@ class Grammars:
         self._max_bytes = max_bytes
         self._vocabulary: Vocabulary | None = None
         self._info: xgrammar.TokenizerInfo | None = None
-        self._held: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()
+        self._held: OrderedDict[str, tuple[xgrammar.CompiledGrammar, _Time]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
 
@@ -109,20 +128,23 @@ class Grammars:
         except (RuntimeError, ValueError) as error:
             raise GrammarError(f"the compiled grammar cannot be read: {error}") from error
         with self._lock:
-            earlier = self._held.pop(key, None)
-            self._bytes += grammar.memory_size_bytes - (earlier.memory_size_bytes if earlier is not None else 0)
-            self._held[key] = grammar
+            if key in self._held:
+                return
+            self._bytes += grammar.memory_size_bytes
+            self._held[key] = grammar, _Time()
             while self._bytes > self._max_bytes and len(self._held) > 1:
-                self._bytes -= self._held.popitem(last=False)[1].memory_size_bytes
+                self._bytes -= self._held.popitem(last=False)[1][0].memory_size_bytes
 
     def matcher(self, key: str) -> "GrammarMatcher | None":
-        """A matcher at the beginning of the grammar; None if the grammar is not held."""
+        """A matcher at the beginning of the grammar; None if it is not held. Raises GrammarError: it takes too long."""
         with self._lock:
-            grammar = self._held.get(key)
-            if grammar is None or self._vocabulary is None:
+            if key not in self._held or self._vocabulary is None:
                 return None
             self._held.move_to_end(key)
-        return GrammarMatcher(grammar, len(self._vocabulary.tokens))
+            grammar, time = self._held[key]
+        if time.over:
+            raise GrammarError("following it takes too long")
+        return GrammarMatcher(grammar, len(self._vocabulary.tokens), time)
 
 
 class GrammarMatcher:
@@ -131,11 +153,13 @@ class GrammarMatcher:
     Args:
         grammar: compiled; shared with others.
         vocab_size: token ids are below it.
+        time: shared with the grammar's other matchers.
     """
 
-    def __init__(self, grammar: "xgrammar.CompiledGrammar", vocab_size: int) -> None:
+    def __init__(self, grammar: "xgrammar.CompiledGrammar", vocab_size: int, time: _Time) -> None:
         import xgrammar
 
+        self._time = time
         self._matcher = xgrammar.GrammarMatcher(grammar)
         self._bits = np.zeros((1, -(-vocab_size // 32)), np.int32)
 
@@ -146,18 +170,28 @@ class GrammarMatcher:
 
     def accept(self, token: int) -> bool:
         """Goes on by one sampled token; False (and nothing changed) where the grammar does not allow it."""
+        if self._time.over:
+            return False
+        began = thread_time()
         try:
             return bool(self._matcher.accept_token(token))
         except RuntimeError:  # whatever fails in XGrammar concerns this sequence alone
             return False
+        finally:
+            self._time.left -= thread_time() - began
 
     def mask(self, barred: Iterable[int] = ()) -> bytes | None:
         """See `Matcher`."""
         bits = self._bits
+        if self._time.over:
+            return bytes(bits.nbytes)
+        began = thread_time()
         try:
             limited = self._matcher.fill_next_token_bitmask(bits)
         except RuntimeError:
             return bytes(bits.nbytes)
+        finally:
+            self._time.left += _TOKEN_SECONDS - (thread_time() - began)
         if not limited and not barred:
             return None
         if barred:

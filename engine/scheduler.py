@@ -31,7 +31,7 @@ from operator import attrgetter
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.pool import IntegrityError
-from engine.grammar import Matcher, Matchers
+from engine.grammar import GrammarError, Matcher, Matchers
 from engine.limits import Limits
 from engine.messages import CoreStats
 from engine.plan import Plan
@@ -153,11 +153,14 @@ class Scheduler:
         self._enqueue(sequences)
 
     def _matchers(self, request: Request) -> list[Matcher | None]:
-        """One for each continuation. Raises: RequestRejected where the request's grammar is not held."""
+        """One for each continuation. Raises: RequestRejected where the grammar is not held, or cannot be followed."""
         if not request.grammar:
             return [None] * request.params.n
         source = self._grammars
-        made = [None if source is None else source.matcher(request.grammar) for _ in range(request.params.n)]
+        try:
+            made = [None if source is None else source.matcher(request.grammar) for _ in range(request.params.n)]
+        except GrammarError as error:
+            raise RequestRejected(RejectReason.INVALID, str(error), "constraint") from error
         if None in made:
             raise RequestRejected(RejectReason.UNKNOWN_GRAMMAR, "the engine does not hold this grammar", "constraint")
         return made

@@ -44,10 +44,14 @@ class Constraint(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A compiled grammar as it travels to the core, under a key that follows from its source."""
+    """A compiled grammar as it travels to the core, under a key that follows from its source.
+
+    `field`: of the request, to blame where the core refuses it.
+    """
 
     key: str
     data: bytes
+    field: str
 
 
 class GrammarCompiler:
@@ -89,10 +93,9 @@ class GrammarCompiler:
 
         Raises ApiError INVALID_ARGUMENT (INVALID_GRAMMAR): it cannot be compiled, or not within the limits.
         """
+        field = field or constraint.kind
         if not self._stops:
-            raise _refused(
-                field or constraint.kind, "the model has no end-of-sequence token, so that no text would end"
-            )
+            raise invalid_grammar(field, "the model has no end-of-sequence token, so that no text would end")
         result = self._kept.get(constraint)
         if result is None:
             task = self._running.get(constraint)
@@ -103,9 +106,9 @@ class GrammarCompiler:
         else:
             self._kept.move_to_end(constraint)
         if result.error:
-            raise _refused(field or constraint.kind, result.error)
+            raise invalid_grammar(field, result.error)
         key = hashlib.sha256(json.dumps(constraint).encode()).hexdigest()
-        return Compiled(key, result.grammar)
+        return Compiled(key, result.grammar, field)
 
     async def close(self) -> None:
         """Ends the process and whatever it compiles."""
@@ -127,7 +130,7 @@ class GrammarCompiler:
                 if self._process is None or self._process.returncode is not None:
                     raise RuntimeError("the grammar compiler has died")
                 late = loop.time() - began >= self._seconds
-                limit = f"takes longer than the {self._seconds:g} s" if late else "takes more memory than"
+                limit = f"takes longer than the {self._seconds:g} s" if late else "takes more memory or depth than"
                 result = Result(error=f"its compilation {limit} that it may")
                 # It may have been the machine that was busy.
                 loop.call_later(_FORGET_SECONDS, self._kept.pop, constraint, None)
@@ -191,5 +194,6 @@ class GrammarCompiler:
             return path
 
 
-def _refused(field: str, why: str) -> ApiError:
+def invalid_grammar(field: str, why: str) -> ApiError:
+    """INVALID_ARGUMENT that names the field."""
     return ApiError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_GRAMMAR", why, field=field)

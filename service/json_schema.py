@@ -70,7 +70,10 @@ def core_schema(text: str) -> str:
         raise SchemaError("", f"not valid JSON: {error}") from error
     if not isinstance(root, dict | bool):
         raise SchemaError("", "a schema is a JSON object, or true or false")
-    return json.dumps(_Rewriter(root).rewritten(), ensure_ascii=False)
+    try:
+        return json.dumps(_Rewriter(root).rewritten(), ensure_ascii=False)
+    except RecursionError as error:
+        raise SchemaError("", f"the schema has more than {MAX_DEPTH} levels") from error
 
 
 class _Rewriter:

@@ -15,7 +15,7 @@ from fulcrum.v1 import inference_pb2_grpc
 from service.auth import Authenticator
 from service.choice import Choice
 from service.errors import Violation, draining, engine_dead, invalid
-from service.grammar import Compiled, GrammarCompiler
+from service.grammar import Compiled, GrammarCompiler, invalid_grammar
 from service.live import LiveCalls
 from service.model import ServedModel
 from service.output_grammar import output_grammar
@@ -130,6 +130,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 return await self._core.submit(job)
             except RequestRejected as rejected:
                 if last or rejected.reason is not RejectReason.UNKNOWN_GRAMMAR:
+                    if grammar is not None and rejected.field == "constraint":
+                        raise invalid_grammar(grammar.field, str(rejected)) from rejected
                     raise refusal(rejected, job, prompt_field, self._core.info) from rejected
         raise AssertionError("the last try returns or raises")
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from engine.grammar import GrammarError
 from engine.request import FinishReason, RejectReason, RequestRejected, SamplingParams
 from engine.sampler import Sampler
 from engine.step import RowInit, Step
@@ -52,6 +53,8 @@ class Source:
     def matcher(self, key: str) -> Counting | None:
         if key == "forgotten":
             return None
+        if key == "slow":
+            raise GrammarError("too slow")
         length, *faults = key.split()
         self.made.append(
             Counting(int(length), **{name: int(at) for name, at in (fault.split("=") for fault in faults)})
@@ -193,6 +196,10 @@ def test_a_static_batch_follows_its_grammars_too(harness):
 
 
 def test_a_grammar_that_is_not_held_is_refused(harness):
+    h = harness(grammars=Source())
+    with pytest.raises(RequestRejected) as caught:
+        h.add("a", [1], max_tokens=2, grammar="slow")
+    assert (caught.value.reason, caught.value.field) == (RejectReason.INVALID, "constraint")
     for h in (harness(grammars=Source()), harness()):
         with pytest.raises(RequestRejected) as caught:
             h.add("a", [1], max_tokens=2, grammar="forgotten")

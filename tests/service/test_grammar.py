@@ -157,6 +157,23 @@ async def test_masks_have_a_bit_for_each_token_and_bar_stops_while_there_is_more
     assert matcher.terminated
 
 
+async def test_a_grammar_that_takes_too_long_to_follow_is_followed_no_further(compiler):
+    compiled = await compiler.compile(Constraint("regex", "((a|b|c|d){1,1000}e?){1,1000}"))
+    grammars = Grammars()
+    grammars.load(compiled.key, compiled.data, compiler.vocabulary)
+    matcher, another = grammars.matcher(compiled.key), grammars.matcher(compiled.key)
+    began = time.monotonic()
+    followed = 0
+    while any(matcher.mask() or b"x") and matcher.accept(b"abcd"[followed % 4]):
+        followed += 1
+    assert 10 < followed < 10_000
+    assert time.monotonic() - began < 20
+    assert not any(another.mask())
+    assert not another.accept(ord("a"))
+    with pytest.raises(GrammarError, match="too long"):
+        grammars.matcher(compiled.key)
+
+
 async def test_the_process_ends_with_its_owner(compiler):  # the last of these tests that needs it
     await compiler.compile(Constraint("regex", "a"))
     pid, folder = compiler._process.pid, compiler._folder.name
@@ -183,7 +200,7 @@ def request(**fields):
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), **fields)
 
 
-async def test_the_core_gets_the_grammar_before_the_request_that_names_it(make_core, serving):
+async def test_the_core_gets_the_grammar_before_the_request_that_names_it(make_core, serving, details):
     core = make_core()
     core.reply = lambda _: [(0, [ord("b"), EOS], FinishReason.EOS)]
     async with serving(core) as server:
@@ -204,8 +221,14 @@ async def test_the_core_gets_the_grammar_before_the_request_that_names_it(make_c
             return await submit(job)
 
         core.submit = forgetful
+        slow = RequestRejected(RejectReason.INVALID, "following it takes too long", "constraint")
         assert [event async for event in server.stub.Generate(request(regex="b"))]
         assert len(core.grammars) == 3
+        refusals.append(slow)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await server.stub.Generate(request(regex="b")).read()
+        error = details(caught.value)
+        assert (error.reason, error.fields) == ("INVALID_GRAMMAR", ["regex"])
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,9 @@ def test_deep_and_wide_schemas_come_to_an_end():
         deep = {"items": deep}
     with pytest.raises(SchemaError, match="64 levels"):
         core(deep)
+    for opened, closed in (('{"not":', "}"), ('{"if":', ', "then": {}}'), ('{"allOf":[', "]}")):
+        with pytest.raises(SchemaError, match=r"more than 64 levels|not valid JSON"):
+            core_schema(opened * 5000 + "true" + closed * 5000)
     branches = {"anyOf": [{"minimum": n} for n in range(20)]}
     with pytest.raises(SchemaError, match="128 combinations"):
         core({"type": "number", "allOf": [branches, {"anyOf": [{"maximum": n} for n in range(20)]}]})
