@@ -74,6 +74,8 @@ def core_schema(text: str) -> str:
         return json.dumps(_Rewriter(root).rewritten(), ensure_ascii=False)
     except RecursionError as error:
         raise SchemaError("", f"the schema has more than {MAX_DEPTH} levels") from error
+    except re.error as error:
+        raise SchemaError("", f"the pattern {error.pattern!r:.80} is not valid: {error}") from error
 
 
 class _Rewriter:
@@ -332,11 +334,11 @@ class _Rewriter:
             for part, placed in parts
         )
 
-    def _object(self, own: Flat, pointer: str, depth: int) -> dict[str, Any]:  # noqa: PLR0912
+    def _object(self, own: Flat, pointer: str, depth: int) -> dict[str, Any]:
         own = _widened(own, pointer)
-        further = own.get("additionalProperties", (True, pointer))
-        closed = further[0] is False
+        further = self._further(own, pointer, depth)
         required = list(dict.fromkeys(own.get("required", ())))
+        patterns = own.get("patternProperties", {})
         properties: dict[str, Any] = {}
         forbidden: list[str] = []
         for name, (schema, at) in own.get("properties", {}).items():
@@ -346,44 +348,40 @@ class _Rewriter:
                 if name in required:
                     raise
                 forbidden.append(name)
-        made: dict[str, Any] = {"properties": properties} if properties else {}
-        patterns = own.get("patternProperties", {})
         for name in required:
             if name not in properties:
-                if closed and not patterns:
-                    raise NothingFits(f"{pointer}/required", f"{name!r:.80} is required but not allowed")
                 if patterns:
                     raise SchemaError(f"{pointer}/required", f"{name!r:.80} is not among the properties")
-                made.setdefault("properties", properties)[name] = self._placed(further, depth)
-        if patterns and not closed:
-            prefixes = [_prefix(pattern, pointer) for pattern in patterns]
-            if any(name.startswith(prefix) for name in (*properties, *forbidden) for prefix in prefixes):
-                raise SchemaError(f"{pointer}/patternProperties", "a property's name matches the pattern")
-            rest = _others([*properties, *forbidden], prefixes, f"{pointer}/patternProperties")
-            made["patternProperties"] = self._patterns(patterns, pointer, depth)
-            made["patternProperties"][rest] = self._placed(further, depth)
-            closed = True
-        elif patterns:
-            if any(re.search(pattern, name) for pattern in patterns for name in (*properties, *forbidden)):
-                raise SchemaError(f"{pointer}/patternProperties", "a property's name matches the pattern")
-            made["patternProperties"] = self._patterns(patterns, pointer, depth)
-        elif forbidden and not closed:
-            rest = _others([*properties, *forbidden], [], f"{pointer}/properties")
-            made["patternProperties"], closed = {rest: self._placed(further, depth)}, True
+                if further is None:
+                    raise NothingFits(f"{pointer}/required", f"{name!r:.80} is required but not allowed")
+                properties[name] = further
+        made: dict[str, Any] = {"properties": properties} if properties else {}
+        if patterns or (forbidden and further is not None):
+            made["patternProperties"] = self._named(patterns, [*properties, *forbidden], further, pointer, depth)
+            further = None
         if required:
             made["required"] = required
-        if closed:
-            made["additionalProperties"] = False
-        else:
-            made["additionalProperties"] = self._placed(further, depth) or True
-        low, high = own.get("minProperties", 0), own.get("maxProperties")
-        if low > len(required):
-            made["minProperties"] = low
-        if high is not None:
-            if high < max(low, len(required)):
-                raise NothingFits(f"{pointer}/maxProperties", "it accepts no value")
-            if not closed or "patternProperties" in made or high < len(properties):
-                made["maxProperties"] = high
+        made["additionalProperties"] = False if further is None else further or True
+        return made | _property_counts(own, made, pointer)
+
+    def _further(self, own: Flat, pointer: str, depth: int) -> dict[str, Any] | None:
+        """What properties are that no name or pattern is given for; None: there are none."""
+        placed = own.get("additionalProperties", (True, pointer))
+        try:
+            return None if placed[0] is False else self._placed(placed, depth)
+        except NothingFits:
+            return None
+
+    def _named(
+        self, patterns: dict[str, Any], names: list[str], further: dict[str, Any] | None, pointer: str, depth: int
+    ) -> dict[str, Any]:
+        """patternProperties, of all names but the given; `further` is a pattern too here, of all that others leave."""
+        at = f"{pointer}/patternProperties"
+        if any(re.search(pattern, name) for pattern in patterns for name in names):
+            raise SchemaError(at, "a property's name matches the pattern")
+        made = self._patterns(patterns, pointer, depth)
+        if further is not None:
+            made[_others(names, [_prefix(pattern, pointer) for pattern in patterns], at)] = further
         return made
 
     def _patterns(self, patterns: dict[str, Any], pointer: str, depth: int) -> dict[str, Any]:
@@ -493,6 +491,25 @@ class _Rewriter:
             if all(self._apart(a, b, depth + 1) for a, b in pairs):
                 return True
         return False
+
+
+def _property_counts(own: Flat, made: dict[str, Any], pointer: str) -> dict[str, int]:
+    """minProperties and maxProperties, where they say more than the rest does."""
+    counts = {}
+    least, listed = len(made.get("required", ())), made["additionalProperties"] is False
+    listed = listed and "patternProperties" not in made
+    low, high = own.get("minProperties", 0), own.get("maxProperties")
+    if low > least:
+        if low > least + 1 and not listed:  # names that are not listed may come twice, which makes one property
+            only = "above 1 (beside what is required) it is only served where additionalProperties is false"
+            raise SchemaError(f"{pointer}/minProperties", only)
+        counts["minProperties"] = low
+    if high is not None:
+        if high < max(low, least):
+            raise NothingFits(f"{pointer}/maxProperties", "it accepts no value")
+        if not listed or high < len(made.get("properties", ())):
+            counts["maxProperties"] = high
+    return counts
 
 
 def _widened(own: Flat, pointer: str) -> Flat:
