@@ -162,6 +162,8 @@ class GrammarMatcher:
         self._time = time
         self._matcher = xgrammar.GrammarMatcher(grammar)
         self._bits = np.zeros((1, -(-vocab_size // 32)), np.int32)
+        # XGrammar may set the bits of the last word that stand for no token.
+        self._last_word = np.int32((1 << vocab_size % 32) - 1 if vocab_size % 32 else -1)
 
     @property
     def terminated(self) -> bool:
@@ -194,6 +196,7 @@ class GrammarMatcher:
             self._time.left += _TOKEN_SECONDS - (thread_time() - began)
         if not limited and not barred:
             return None
+        bits[0, -1] &= self._last_word
         if barred:
             rest = bits.copy()
             flat = rest.view(np.uint32)[0]

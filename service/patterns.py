@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from itertools import pairwise
 
 
 class PatternError(Exception):
@@ -23,12 +24,13 @@ def anchored(pattern: str) -> str:
     """
     branches: list[list[str]] = [[]]
     depth = 0
-    for piece in _PIECE.findall(pattern):
+    for last, piece in pairwise(["", *_PIECE.findall(pattern)]):
         depth += (piece == "(") - (piece == ")")
         if piece == "|" and not depth:
             branches.append([])
         else:
-            branches[-1].append(piece)
+            # XGrammar 0.2.9 takes (ab*)? for (ab*|b*), but not (ab*){0,1}.
+            branches[-1].append("{0,1}" if (last, piece) == (")", "?") else piece)
     if depth:
         raise PatternError("its parentheses do not match")
     if re.search(r"\(\?(?!:)", pattern):

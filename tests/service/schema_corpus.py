@@ -7,14 +7,16 @@ The judge of instances is the `jsonschema` library, not our own code.
 import importlib.metadata
 import json
 import os
+import random
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 
 from engine.grammar import Vocabulary, tokenizer_info
 from service.flat_schema import SchemaError
@@ -102,6 +104,51 @@ def check(compiler: Any, schema: Any, instances: list[tuple[Any, bool]]) -> Outc
     return outcome
 
 
+def some_text(grammar: Any, chance: random.Random, most: int = 400) -> str | None:
+    """A text that the grammar lets through, drawn token by token; None if it did not end in time.
+
+    Raises AssertionError at a dead end.
+    """
+    import xgrammar
+
+    matcher, written = xgrammar.GrammarMatcher(grammar), bytearray()
+    words = np.zeros((1, -(-len(BYTES.tokens) // 32)), np.int32)
+    while len(written) < most:
+        matcher.fill_next_token_bitmask(words)
+        bits = np.unpackbits(words.view(np.uint8)[0], bitorder="little")[: len(BYTES.tokens)]
+        allowed = np.flatnonzero(bits).tolist()
+        assert allowed, f"a dead end after {written!r}"
+        # Most draws lead to an end soon, and few into what is neither ASCII nor plain.
+        if EOS in allowed and (len(allowed) == 1 or len(written) > most // 8 or chance.random() < 0.5):
+            return written.decode(errors="replace")  # as the service does: XGrammar lets surrogates through
+        bytes_ = [token for token in allowed if token != EOS]
+        ends = [token for token in bytes_ if token in b'"]}']
+        plain = [token for token in bytes_ if 32 <= token < 127 and token != ord("\\")]
+        if ends and (len(written) > most // 10 or chance.random() < 0.3):
+            token = chance.choice(ends)
+        else:
+            token = chance.choice(plain if plain and chance.random() < 0.97 else bytes_)
+        matcher.accept_token(token)
+        written.append(token)
+    return None
+
+
+def let_through(
+    compiler: Any, rows: Iterable[tuple[str, Any, Any]], seed: int, times: int
+) -> tuple[int, list[tuple[str, str]]]:
+    """Texts that grammars let through: how many, and (id, text) of those that their schema is not content with."""
+    chance, number, wrong = random.Random(seed), 0, []
+    for key, schema, _ in rows:
+        try:
+            grammar = compiled(compiler, Job("json_schema", json.dumps(schema)))
+        except (SchemaError, RuntimeError):
+            continue
+        texts = [text for text in (some_text(grammar, chance) for _ in range(times)) if text is not None]
+        number += len(texts)
+        wrong += [(key, text) for text in texts if not is_valid(schema, json.loads(text))]
+    return number, wrong
+
+
 def is_valid(schema: Any, value: Any) -> bool:
     """By the `jsonschema` library, to which formats are annotations."""
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
@@ -136,6 +183,7 @@ def summary(folder: Path) -> dict[str, Any]:
     for name in CORPORA:
         outcomes = [check(compiler, schema, instances) for _, schema, instances in corpus(folder, name)]
         served = [one for one in outcomes if not one.refused]
+        drawn, invalid = let_through(compiler, corpus(folder, name), seed=1, times=20)
         reasons = Counter(one.refused.partition(": ")[2] or one.refused for one in outcomes if one.refused)
         result[name] = {
             "schemas": len(outcomes),
@@ -146,6 +194,8 @@ def summary(folder: Path) -> dict[str, Any]:
             "documented_narrowings": dict(
                 Counter(text.partition(": ")[0] for one in served for text in one.narrowed).most_common()
             ),
+            "drawn_from_the_grammars": drawn,
+            "drawn_but_invalid": len(invalid),
             "wrong": [text for one in served for text in one.wrong],
             "refused": dict(reasons.most_common()),
         }
