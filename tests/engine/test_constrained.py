@@ -1,4 +1,4 @@
-"""Sequences with a grammar: when they are scheduled, what limits them, and how they end; with a grammar made for it."""
+"""Bug 36. Sequences with a grammar: when they are scheduled, what limits them, how they end; with a grammar made for it."""
 
 import pytest
 import torch
