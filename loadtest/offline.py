@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from engine import LLM, Request, SamplingParams
+from engine import LLM, FinishReason, Request, SamplingParams
 from loadtest.records import Chain, LoadTestError
 from loadtest.tokens import Tokenizer
 
@@ -39,13 +39,16 @@ def token_prompts(chains: Sequence[Chain], tokenizer: Callable[[], Tokenizer]) -
 def throughput(llm: LLM, prompts: Sequence[tuple[list[int], int]], *, temperature: float, seed: int) -> dict[str, Any]:
     """All prompts at once, each with all its tokens. JSON fields: seconds, and rates per second.
 
-    Raises: RequestRejected when the engine cannot take a prompt.
+    Raises: RequestRejected when the engine cannot take a prompt; LoadTestError when one does not get all its tokens.
     """
     params = SamplingParams(temperature=temperature, ignore_eos=True)
     each = [replace(params, max_tokens=length, seed=seed + number) for number, (_, length) in enumerate(prompts)]
     began = time.perf_counter()
     generations = llm.generate([ids for ids, _ in prompts], each)
     elapsed = time.perf_counter() - began
+    for number, (one, (_, length)) in enumerate(zip(generations, prompts, strict=True)):
+        completion = one.completions[0]
+        _check(f"prompt {number}", len(completion.token_ids), length, completion.finish)
     inputs = sum(len(ids) for ids, _ in prompts)
     outputs = sum(len(one.completions[0].token_ids) for one in generations)
     return {
@@ -78,27 +81,31 @@ def latency(
 ) -> dict[str, Any]:
     """The same batch again and again, of new random prompts each time, so that none is cached. JSON fields: seconds.
 
-    The time per output token is that of decode alone: from when all sequences have their first token to the end.
+    Decode alone is what comes after all sequences have their first token: the tokens from then to the end, over that
+    time; the time per output token is the batch size over that rate.
 
-    Raises: RequestRejected when the engine cannot take the batch.
+    Raises: RequestRejected when the engine cannot take the batch; LoadTestError when it cannot run it at once, or when a
+        sequence does not get all its tokens.
     """
+    if batch_size > llm.info.max_num_seqs:
+        raise LoadTestError(f"a batch of {batch_size} does not run at once: --max-num-seqs is {llm.info.max_num_seqs}")
     generator, times = random.Random(0), []
     for number in range(warmups + iterations):
         prompts = [tuple(generator.choices(range(llm.info.vocab_size), k=input_len)) for _ in range(batch_size)]
         measured = _batch(llm, prompts, output_len)
         if number >= warmups:
             times.append(measured)
-    whole = [end for _, end in times]
-    decode = [(end - first) / (output_len - 1) for first, end in times] if output_len > 1 else []
+    whole = [end for _, end, _ in times]
+    decode = [later / (end - first) for first, end, later in times if later]
     median = statistics.median(whole)
     return {
         "avg_latency": statistics.mean(whole),
         "latencies": whole,
         "percentiles": {str(each): float(np.percentile(whole, each)) for each in PERCENTILES},
-        "median_time_to_first_token": statistics.median(first for first, _ in times),
-        "median_time_per_output_token": statistics.median(decode) if decode else None,
+        "median_time_to_first_token": statistics.median(first for first, _, _ in times),
+        "median_time_per_output_token": batch_size / statistics.median(decode) if decode else None,
         "output_throughput": batch_size * output_len / median,
-        "decode_throughput": batch_size / statistics.median(decode) if decode else None,
+        "decode_throughput": statistics.median(decode) if decode else None,
         "batch_size": batch_size,
         "input_len": input_len,
         "output_len": output_len,
@@ -117,20 +124,37 @@ def latency_text(fields: dict[str, Any]) -> str:
     return "\n".join([*lines, f"Throughput: {fields['output_throughput']:.2f} output tokens/s"])
 
 
-def _batch(llm: LLM, prompts: Sequence[tuple[int, ...]], output_len: int) -> tuple[float, float]:
-    """Seconds until every sequence has its first token, and until all have ended."""
+def _batch(llm: LLM, prompts: Sequence[tuple[int, ...]], output_len: int) -> tuple[float, float, int]:
+    """Seconds until every sequence has its first token, seconds until all have ended, and the tokens between."""
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=output_len, ignore_eos=True)
-    first, waited = 0.0, len(prompts)
-    seen: set[str] = set()
+    requests = [Request(f"batch-{number}", prompt, params) for number, prompt in enumerate(prompts)]
+    got = {request.request_id: 0 for request in requests}
+    ends: dict[str, FinishReason] = {}
+    first, later = 0.0, 0
     began = time.perf_counter()
-    for number, prompt in enumerate(prompts):
-        llm.core.scheduler.add(Request(f"batch-{number}", prompt, params))
+    for request in requests:
+        llm.core.scheduler.add(request)
     while llm.core.has_work:
         updates = llm.core.turn().updates
-        if len(seen) < waited:
-            seen.update(update.request_id for update in updates)
+        waiting = not all(got.values())
+        for update in updates:
+            got[update.request_id] += len(update.tokens)
+            if update.finish is not None:
+                ends[update.request_id] = update.finish
+        if waiting:
             first = time.perf_counter() - began
-    return first, time.perf_counter() - began
+        else:
+            later += sum(len(update.tokens) for update in updates)
+    end = time.perf_counter() - began
+    for name, count in got.items():
+        _check(name, count, output_len, ends.get(name))
+    return first, end, later
+
+
+def _check(name: str, got: int, asked: int, finish: FinishReason | None) -> None:
+    if got != asked or finish is not FinishReason.LENGTH:
+        how = "without an end" if finish is None else f"with {finish.name}"
+        raise LoadTestError(f"{name} ended {how} after {got} of {asked} tokens")
 
 
 def _engine(llm: LLM) -> dict[str, Any]:

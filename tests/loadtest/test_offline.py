@@ -8,7 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from cli.main import main
+from engine import FinishReason
 from loadtest import offline
+from loadtest.records import LoadTestError
 
 ENGINE = ["--load-format", "dummy", "--device", "cpu", "--dtype", "float32", "--threads", "1"]
 ENGINE += ["--memory-budget", "4MiB", "--max-num-seqs", "4"]
@@ -77,37 +79,73 @@ def test_latency_of_a_batch(bench):
     assert f"50% percentile latency: {ordered[2]} seconds" in printed
 
 
-def test_time_per_token_begins_when_all_have_their_first(monkeypatch):
-    clock = 0.0
-    monkeypatch.setattr(offline.time, "perf_counter", lambda: clock)
+class Core:
+    """Turns of two seconds: in each, the tokens of the sequences whose numbers it has; `finish` ends them all."""
 
-    class Core:
-        """Turns of two seconds; the second sequence has its first token in the second one."""
+    def __init__(self, turns, finish=FinishReason.LENGTH):
+        self.scheduler, self.prompts, self.clock = self, [], 0.0
+        self._script, self._finish = turns, finish
 
-        def __init__(self):
-            self.scheduler, self.prompts = self, []
+    def add(self, request):
+        self.prompts.append(request)
+        self.turns = list(self._script)
 
-        def add(self, request):
-            self.prompts.append(request)
-            self.turns = [[0], [0, 1], [0, 1], [0, 1], [1]]
+    @property
+    def has_work(self):
+        return bool(self.turns)
 
-        @property
-        def has_work(self):
-            return bool(self.turns)
+    def turn(self):
+        self.clock += 2
+        updates = []
+        for number in self.turns.pop(0):
+            last = not any(number in turn for turn in self.turns)
+            update = SimpleNamespace(request_id=f"batch-{number}", tokens=[1], finish=self._finish if last else None)
+            updates.append(update)
+        return SimpleNamespace(updates=updates)
 
-        def turn(self):
-            nonlocal clock
-            clock += 2
-            ids = [self.prompts[-2 + number].request_id for number in self.turns.pop(0)]
-            return SimpleNamespace(updates=[SimpleNamespace(request_id=each) for each in ids])
 
-    core = Core()
-    info = SimpleNamespace(vocab_size=9, architecture="", dtype="", device="", num_pages=1)
-    llm = SimpleNamespace(core=core, info=info)
-    fields = offline.latency(llm, batch_size=2, input_len=30, output_len=4, warmups=1, iterations=2)
+@pytest.fixture
+def scripted(monkeypatch):
+    """The latency of a batch of two sequences, on a core of so many turns."""
+
+    def run(core, **settings):
+        monkeypatch.setattr(offline.time, "perf_counter", lambda: core.clock)
+        info = SimpleNamespace(vocab_size=9, architecture="", dtype="", device="", num_pages=1, max_num_seqs=2)
+        llm = SimpleNamespace(core=core, info=info)
+        asked = {"batch_size": 2, "input_len": 30, "output_len": 4, "warmups": 1, "iterations": 2}
+        return offline.latency(llm, **asked | settings)
+
+    return run
+
+
+def test_decode_alone_begins_when_all_have_their_first_token(scripted):
+    core = Core([[0], [0, 1], [0, 1], [0, 1], [1]])
+    fields = scripted(core)
     assert fields["latencies"] == [10, 10]
     assert fields["median_time_to_first_token"] == 4
-    assert fields["median_time_per_output_token"] == (10 - 4) / 3
-    assert fields["decode_throughput"] == 2 / 2
+    assert fields["decode_throughput"] == 5 / 6  # after the fourth second: two, two and one
+    assert fields["median_time_per_output_token"] == pytest.approx(2 / (5 / 6))
     assert len({request.prompt for request in core.prompts}) == 6  # no prompt comes twice
     assert all(len(request.prompt) == 30 and request.params.max_tokens == 4 for request in core.prompts)
+
+
+def test_decode_alone_of_sequences_one_after_another_is_that_of_the_last(scripted):
+    fields = scripted(Core([[0]] * 4 + [[1]] * 4))
+    assert fields["decode_throughput"] == 3 / 6
+    assert scripted(Core([[0, 1]]), output_len=1)["decode_throughput"] is None
+
+
+def test_a_batch_that_does_not_run_at_once_or_to_its_end_is_no_measurement(scripted):
+    with pytest.raises(LoadTestError, match="batch of 3 .* --max-num-seqs is 2"):
+        scripted(Core([[0, 1, 2]]), batch_size=3, output_len=1)
+    with pytest.raises(LoadTestError, match="batch-1 ended with LENGTH after 3 of 4"):
+        scripted(Core([[0, 1]] * 3 + [[0]]))
+    with pytest.raises(LoadTestError, match="batch-0 ended with ERROR"):
+        scripted(Core([[0, 1]] * 4, FinishReason.ERROR))
+
+
+def test_throughput_of_an_answer_that_broke_is_none():
+    completion = SimpleNamespace(token_ids=[1, 2], finish=FinishReason.ERROR)
+    llm = SimpleNamespace(generate=lambda *_: [SimpleNamespace(completions=[completion], cached_tokens=0)])
+    with pytest.raises(LoadTestError, match="prompt 0 ended with ERROR after 2 of 3 tokens"):
+        offline.throughput(llm, [([1], 3)], temperature=1.0, seed=0)
