@@ -42,7 +42,12 @@ class GrpcClient:
 
     async def send(self, prompt: Prompt, record: Record) -> None:
         """Fills `record` with what comes of the prompt. Raises nothing but a cancellation."""
-        request = self._request(prompt)
+        try:
+            request = self._request(prompt)
+        except (ValueError, TypeError, LookupError) as error:  # half a character, a token id out of range, no content
+            record.start = time.perf_counter()
+            record.error = f"cannot be sent: {error}"
+            return
         record.prompt_tokens = prompt.prompt_len
         last: float | None = None
         finished = False

@@ -20,6 +20,7 @@ _MAX_ERROR_BYTES = 2000
 
 
 class _Delta(msgspec.Struct):
+    role: str | None = None
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -58,7 +59,8 @@ class Answer:
         self._record = record
         self._rest = b""
         self._last: float | None = None
-        self._finished = False
+        self._ending: float | None = None  # when a chunk without text told the reason
+        self._finished = self._done = False
 
     def feed(self, data: bytes, now: float) -> None:
         """The next bytes, read at `now`."""
@@ -68,19 +70,28 @@ class Answer:
             if line.startswith(b"data:"):  # else a comment, an event's name, or the blank line after an event
                 self._event(line[5:].strip(), now)
 
-    def close(self, now: float) -> None:
-        """The stream has ended: judges whether all of it came."""
+    def close(self, now: float, whole: bool | None) -> None:
+        """The stream has ended, `whole` or not by its framing (None: it has none): judges whether all of it came."""
         self.feed(b"\n", now)
         record = self._record
         if record.error:
             return
+        # The token that ended the answer has no text: an event, where the server counts it among the tokens.
+        events = 0 if self._last is None else 1 + len(record.itls)
+        if self._ending is not None and record.output_tokens and (not events or record.output_tokens == events + 1):
+            self._token(self._ending)
         if not self._finished:
             record.error = "truncated: the stream ended without a finish reason"
+        elif not (self._done if whole is None else whole):
+            record.error = "truncated: the connection ended before the stream"
         elif self._last is None or record.output_tokens == 0:
             record.error = "empty: the answer has no tokens"
 
     def _event(self, payload: bytes, now: float) -> None:
-        if payload == b"[DONE]" or self._record.error:
+        if payload == b"[DONE]":
+            self._done = True
+            return
+        if self._record.error:
             return
         try:
             chunk = _decoder.decode(payload)
@@ -104,14 +115,22 @@ class Answer:
         last = bool(choice.finish_reason)  # some servers send an empty one before
         self._finished |= last
         record.text += text
-        # An empty text may be a token (half a character, a special token). But a first chunk that only names the role
-        # is none, and a last one that only tells the reason is none either, unless nothing else ever came.
-        if text or (delta is not None and delta.tool_calls) or (self._last is None if last else delta is None):
-            if self._last is None:
-                record.ttft = now - record.start
-            else:
-                record.itls.append(now - self._last)
-            self._last = now
+        # An empty text may be a token (half a character, a special token). But a chunk that only names the role is
+        # none; whether one that only tells the reason is one shows in the end.
+        if text or (delta is not None and delta.tool_calls):
+            self._token(now)
+        elif last:
+            self._ending = now
+        elif delta is None or not delta.role:
+            self._token(now)
+
+    def _token(self, now: float) -> None:
+        record = self._record
+        if self._last is None:
+            record.ttft = now - record.start
+        else:
+            record.itls.append(now - self._last)
+        self._last = now
 
     def _usage(self, usage: _Usage) -> None:
         record = self._record
@@ -131,6 +150,7 @@ class _Connection(asyncio.Protocol):
         self.keep = False
         self.status = 0
         self.received = False
+        self.whole: bool | None = None  # whether the last byte came of an answer that says where it ends
         self._transport: asyncio.Transport | None = None
         self._sink: Callable[[int, bytes, float], None] | None = None
         self._done: asyncio.Future[None] | None = None
@@ -143,13 +163,8 @@ class _Connection(asyncio.Protocol):
     async def exchange(self, request: bytes, sink: Callable[[int, bytes, float], None]) -> None:
         """Sends a request; returns at the end of the answer, or when the connection has ended before that."""
         assert self._transport is not None
-        self._sink, self._parser, self.received, self.keep, self.status = (
-            sink,
-            httptools.HttpResponseParser(self),
-            False,
-            False,
-            0,
-        )
+        self._sink, self._parser = sink, httptools.HttpResponseParser(self)
+        self.received, self.keep, self.status, self.whole = False, False, 0, None
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         await self._done
@@ -176,6 +191,10 @@ class _Connection(asyncio.Protocol):
 
     # The parser's callbacks.
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self.whole = False
+
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
 
@@ -185,6 +204,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self.keep = self._parser.should_keep_alive()
+        self.whole = True
         if self._done is not None and not self._done.done():
             self._done.set_result(None)
 
@@ -214,7 +234,12 @@ class HttpClient:
 
     async def send(self, prompt: Prompt, record: Record) -> None:
         """Fills `record` with what comes of the prompt. Raises nothing but a cancellation."""
-        body = msgspec.json.encode(self._body(prompt))
+        try:
+            body = msgspec.json.encode(self._body(prompt))
+        except (ValueError, OverflowError) as error:  # half a character, a number that JSON here has no room for
+            record.start = time.perf_counter()
+            record.error = f"cannot be sent: {error}"
+            return
         request = b"%b\r\ncontent-length: %d\r\n\r\n%b" % (self._head, len(body), body)
         answer, refusal = Answer(record), bytearray()
 
@@ -228,12 +253,12 @@ class HttpClient:
         record.start = time.perf_counter()
         try:
             connection = await self._exchange(request, sink)
-        except OSError as error:
-            record.error = f"cannot connect: {error.strerror or error}"
+        except (OSError, UnicodeError) as error:  # the latter of names that no host can have
+            record.error = f"cannot connect: {getattr(error, 'strerror', None) or error}"
             record.latency = time.perf_counter() - record.start
             return
         if connection.status == 200:
-            answer.close(time.perf_counter())
+            answer.close(time.perf_counter(), connection.whole)
         elif connection.status:
             record.error = f"HTTP {connection.status}: {_refusal(bytes(refusal))}"
         else:

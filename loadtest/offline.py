@@ -84,8 +84,8 @@ def latency(
     Decode alone is what comes after all sequences have their first token: the tokens from then to the end, over that
     time; the time per output token is the batch size over that rate.
 
-    Raises: RequestRejected when the engine cannot take the batch; LoadTestError when it cannot run it at once, or when a
-        sequence does not get all its tokens.
+    Raises: RequestRejected when the engine cannot take the batch; LoadTestError when it cannot run it at once, or
+        when a sequence does not get all its tokens.
     """
     if batch_size > llm.info.max_num_seqs:
         raise LoadTestError(f"a batch of {batch_size} does not run at once: --max-num-seqs is {llm.info.max_num_seqs}")

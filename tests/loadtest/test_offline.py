@@ -136,7 +136,7 @@ def test_decode_alone_of_sequences_one_after_another_is_that_of_the_last(scripte
 
 
 def test_a_batch_that_does_not_run_at_once_or_to_its_end_is_no_measurement(scripted):
-    with pytest.raises(LoadTestError, match="batch of 3 .* --max-num-seqs is 2"):
+    with pytest.raises(LoadTestError, match=r"batch of 3 .* --max-num-seqs is 2"):
         scripted(Core([[0, 1, 2]]), batch_size=3, output_len=1)
     with pytest.raises(LoadTestError, match="batch-1 ended with LENGTH after 3 of 4"):
         scripted(Core([[0, 1]] * 3 + [[0]]))

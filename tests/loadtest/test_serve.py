@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from cli.main import main
 from loadtest.datasets import Sampling
-from loadtest.records import LoadTestError, Target
+from loadtest.records import Chain, LoadTestError, Prompt, Target
 from loadtest.serve import LoadTest
 
 pytestmark = pytest.mark.usefixtures("no_children")
@@ -164,6 +164,14 @@ async def _bytes(call, *chunks, end=True):
 _TOKEN = 'data: {"choices": [{"text": "a", "finish_reason": null}]}\n\n'
 _LAST = 'data: {"choices": [{"text": "", "finish_reason": "stop"}]}\n\n'
 _NONE = 'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 0}}\n\n'
+_ONE = _NONE.replace(": 0", ": 1")
+
+
+async def _unframed(call, text):
+    """An answer that ends with its connection."""
+    call.writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + text.encode())
+    await call.writer.drain()
+    call.writer.close()
 
 
 @pytest.mark.parametrize(
@@ -175,6 +183,8 @@ _NONE = 'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens"
         (lambda call: _bytes(call, _TOKEN), "truncated"),
         (lambda call: _bytes(call, _TOKEN, end=False), "truncated"),
         (lambda call: _bytes(call, _TOKEN, "data: [DONE]\n\n"), "truncated"),
+        (lambda call: _bytes(call, _TOKEN, _LAST, _ONE, end=False), "truncated"),
+        (lambda call: _unframed(call, _TOKEN + _LAST + _ONE), "truncated"),
         (lambda call: _bytes(call, _LAST, _NONE), "empty"),
         (lambda call: _bytes(call, "data: {nonsense\n\n"), "unreadable event"),
         (lambda call: _bytes(call, _TOKEN, 'data: {"error": {"message": "lost"}}\n\n'), "error in the stream: lost"),
@@ -195,6 +205,53 @@ def test_events_may_be_cut_anywhere(mock_server, load_test):
         done = run(load_test(server.url))
     assert [record.error for record in done.records] == [""] * 8
     assert {(record.text, record.output_tokens, len(record.itls)) for record in done.records} == {("aa", 2, 1)}
+
+
+def test_the_end_of_a_connection_ends_an_answer_without_framing(mock_server, load_test):
+    with mock_server(lambda call: _unframed(call, _TOKEN + _LAST + _ONE + "data: [DONE]\n\n")) as server:
+        assert run(load_test(server.url)).result.completed == 8
+
+
+async def _ended(call, tokens):
+    await call.head()
+    await call.event({"choices": [{"text": "a", "finish_reason": None}]})
+    await asyncio.sleep(0.05)
+    await call.send(_LAST + _NONE.replace(": 0", f": {tokens}") + "data: [DONE]\n\n")
+    await call.end()
+
+
+def test_a_last_chunk_without_text_is_a_token_where_the_server_counts_one(mock_server, load_test):
+    with mock_server(partial(_ended, tokens=2)) as server:
+        done = run(load_test(server.url))
+    assert (done.result.events_per_token, done.result.void) == (1.0, False)
+    assert all(len(record.itls) == 1 and record.itls[0] >= 0.045 for record in done.records)
+    with mock_server(partial(_ended, tokens=1)) as server:
+        assert run(load_test(server.url)).result.events_per_token == 1.0
+    with mock_server(partial(_ended, tokens=3)) as server:
+        assert run(load_test(server.url)).result.events_per_token == 1 / 3
+
+
+def test_a_token_whose_text_lags_is_an_event_of_a_chat(mock_server, load_test):
+    with mock_server(partial(_chat, text="")) as server:
+        done = run(load_test(server.url, backend="openai-chat"))
+    assert done.result.events_per_token == 1.0
+    assert all(record.ttft >= 0.045 for record in done.records)
+
+
+def test_a_prompt_that_cannot_be_sent_fails_alone(mock_server, stream, load_test):
+    with mock_server(stream) as server:
+        test = load_test(server.url)
+        chains = test.chains()
+        chains[3] = Chain((Prompt("half a character: \ud800", 5),))
+        done = test.run(chains)
+    assert (done.result.completed, done.result.failed) == (7, 1)
+    assert "cannot be sent" in done.records[3].error
+
+
+def test_a_name_that_no_host_can_have_is_a_failure(load_test):
+    done = run(load_test(f"http://{'a' * 64}.test"))
+    assert done.result.failed == 8
+    assert "cannot connect" in done.records[0].error
 
 
 def test_tokens_are_counted_here_when_the_server_does_not(mock_server, stream, load_test):
