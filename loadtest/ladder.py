@@ -259,7 +259,7 @@ def _run(core: EngineCore, scheduler: Scheduler, jobs: Sequence[Job], load: Load
     }
     figures = {
         "request_throughput": result.request_throughput,
-        "output_throughput": result.output_throughput,
+        "output_throughput": sum(map(len, answers)) / result.duration,
         **latencies,
         "peak_running": peak,
         "steps": stats.steps,

@@ -3,6 +3,7 @@
 Only successful requests count, but for `failed`. With n output tokens of a request:
     TTFT = first event - start;  E2EL = end - start;  TPOT = (E2EL - TTFT) / (n - 1), for n > 1 alone;
     ITL  = the gaps between events, of all requests together.
+Without the tokens of one of them, what rests on tokens is None (and "tpot" has no latencies).
 Standard deviations are those of the whole population; percentiles interpolate linearly. No value at all gives 0.
 """
 
@@ -44,22 +45,22 @@ class Result:
     completed: int
     failed: int
     duration: float
-    total_input_tokens: int
-    total_output_tokens: int
+    total_input_tokens: int | None
+    total_output_tokens: int | None
     request_throughput: float
     request_goodput: float | None
-    output_throughput: float
-    total_token_throughput: float
+    output_throughput: float | None
+    total_token_throughput: float | None
     peak_output_throughput: float
     peak_concurrent_requests: int
-    events_per_token: float
+    events_per_token: float | None
     cached_tokens: int
     latencies: dict[str, Latency]
 
     @property
     def void(self) -> bool:
         """Whether TPOT and ITL say nothing, since too many tokens came several to an event."""
-        return self.completed > 0 and self.events_per_token < VOID_BELOW
+        return self.completed > 0 and self.events_per_token is not None and self.events_per_token < VOID_BELOW
 
 
 def metrics(
@@ -68,7 +69,7 @@ def metrics(
     percentiles: Sequence[float] = (50, 95, 99),
     objectives: Mapping[str, float] | None = None,
 ) -> Result:
-    """The figures of `records`, whose output_tokens are all set.
+    """The figures of `records`.
 
     Args:
         duration: seconds from the start of the run to its end.
@@ -77,7 +78,8 @@ def metrics(
     """
     good = [record for record in records if not record.error]
     lengths = [record.output_tokens or 0 for record in good]
-    outputs, inputs = sum(lengths), sum(record.prompt_tokens for record in good)
+    outputs = None if any(record.output_tokens is None for record in good) else sum(lengths)
+    inputs = sum(record.prompt_tokens for record in good) if all(record.prompt_tokens for record in good) else None
     events = sum(1 + len(record.itls) for record in good)
     # By request, in order. A single token has no time per further token: it meets any objective of TPOT.
     tpots = [
@@ -92,7 +94,9 @@ def metrics(
         "e2el": e2els,
     }
     goodput = None
-    if objectives:
+    if outputs is None:
+        del values["tpot"]
+    if objectives and not (outputs is None and "tpot" in objectives):
         by_request = {"ttft": ttfts, "tpot": tpots, "e2el": e2els}
         met = [all(by_request[name][i] <= limit / 1000 for name, limit in objectives.items()) for i in range(len(good))]
         goodput = sum(met) / duration
@@ -105,11 +109,11 @@ def metrics(
         total_output_tokens=outputs,
         request_throughput=len(good) / duration,
         request_goodput=goodput,
-        output_throughput=outputs / duration,
-        total_token_throughput=(inputs + outputs) / duration,
+        output_throughput=None if outputs is None else outputs / duration,
+        total_token_throughput=None if inputs is None or outputs is None else (inputs + outputs) / duration,
         peak_output_throughput=peak_tokens,
         peak_concurrent_requests=peak_requests,
-        events_per_token=events / outputs if outputs else 0.0,
+        events_per_token=None if outputs is None else events / outputs if outputs else 0.0,
         cached_tokens=sum(record.cached_tokens for record in good),
         latencies={name: _latency(seconds, percentiles) for name, seconds in values.items()},
     )

@@ -31,6 +31,7 @@ class Run:
         about: the head of the result file: date, backend, model, rate, machine, ...
         selected: which latencies are shown, in order.
         unfinished: requests that an interruption left without an end.
+        uncounted: why tokens are unknown; empty when they are known.
     """
 
     about: Mapping[str, Any]
@@ -39,6 +40,7 @@ class Run:
     usages: Sequence[WorkerUsage]
     selected: Sequence[str]
     unfinished: int = 0
+    uncounted: str = ""
 
     @property
     def saturated(self) -> bool:
@@ -70,9 +72,12 @@ def print_out(run: Run) -> str:
     _row(lines, "Total token throughput (tok/s):", result.total_token_throughput)
     for name in run.selected:
         short, title = NAMES[name]
-        latency = result.latencies[name]
+        latency = result.latencies.get(name)
         void = result.void and name in ("tpot", "itl")
         lines.append(f"{title + ' (VOID)' if void else title:-^{_WIDTH}}")
+        if latency is None:
+            _row(lines, f"Mean {short} (ms):", None)
+            continue
         _row(lines, f"Mean {short} (ms):", latency.mean)
         _row(lines, f"Median {short} (ms):", latency.median)
         for percentile, value in latency.percentiles.items():
@@ -91,6 +96,10 @@ def print_out(run: Run) -> str:
 def warnings(run: Run) -> list[str]:
     """What a reader of the figures has to know, in sentences."""
     found = []
+    if run.uncounted:
+        found.append(
+            f"the server does not tell how many tokens it took or gave, nor can they be counted: {run.uncounted}"
+        )
     if run.result.void:
         found.append(
             f"{run.result.events_per_token:.3f} events per token, below {VOID_BELOW}: several tokens came in one "
@@ -126,7 +135,9 @@ def result_json(run: Run, *, detailed: bool = False) -> dict[str, Any]:
         "rtfx": 0.0,  # of audio, which there is none of
     }
     for name in run.selected:
-        latency = result.latencies[name]
+        latency = result.latencies.get(name)
+        if latency is None:
+            continue
         fields |= {
             f"mean_{name}_ms": latency.mean,
             f"median_{name}_ms": latency.median,
@@ -146,7 +157,7 @@ def result_json(run: Run, *, detailed: bool = False) -> dict[str, Any]:
         records = run.records
         fields |= {
             "input_lens": [record.prompt_tokens for record in records],
-            "output_lens": [0 if record.error else record.output_tokens or 0 for record in records],
+            "output_lens": [0 if record.error else record.output_tokens for record in records],
             "ttfts": [record.ttft for record in records],
             "itls": [record.itls for record in records],
             "start_times": [record.start for record in records],
@@ -165,5 +176,6 @@ def save(fields: Mapping[str, Any], path: Path) -> None:
         raise LoadTestError(f"{path} cannot be written: {error}") from error
 
 
-def _row(lines: list[str], label: str, value: float) -> None:
-    lines.append(f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value:<10}")
+def _row(lines: list[str], label: str, value: float | None) -> None:
+    text = "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+    lines.append(f"{label:<40} {text:<10}")

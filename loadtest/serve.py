@@ -14,7 +14,7 @@ from loadtest.datasets import DATASETS, Sampling
 from loadtest.environment import environment
 from loadtest.generator import Load, generate
 from loadtest.metrics import metrics
-from loadtest.records import Chain, LoadTestError, Record, Target
+from loadtest.records import Chain, Content, LoadTestError, Message, Record, Target
 from loadtest.report import Run
 from loadtest.tokens import LocalTokenizer, RemoteTokenizer, Tokenizer, served_model
 
@@ -98,7 +98,7 @@ class LoadTest:
         load = Load(times, self.max_concurrency, self.warmups, self.workers, self.seconds, self.give_up)
         with _bar(count if self.progress else 0) as progress:
             outcome = generate(self.target, chains, load, progress)
-        self._count_tokens(outcome.records)
+        uncounted = self._count_tokens(outcome.records, chains)
         return Run(
             self._about(date, count),
             metrics(outcome.records, outcome.duration, self.percentiles, self.objectives),
@@ -106,19 +106,49 @@ class LoadTest:
             outcome.usages,
             self.selected,
             count - len(outcome.records) if outcome.interrupted else 0,
+            uncounted,
         )
 
-    def _count_tokens(self, records: Sequence[Record]) -> None:
-        """Counts the tokens of answers whose server did not."""
-        silent = [record for record in records if not record.error and record.output_tokens is None]
-        if not silent:
-            return
-        for record, ids in zip(
-            silent, self.tokenizer.encode([each.text for each in silent], special=False), strict=True
-        ):
+    def _count_tokens(self, records: Sequence[Record], chains: Sequence[Chain]) -> str:
+        """Counts the tokens of prompts and answers whose server did not. Returns why that cannot be done, if so."""
+        good = [record for record in records if not record.error]
+        silent = [record for record in good if record.output_tokens is None]
+        blind = [record for record in good if not record.prompt_tokens]
+        try:
+            outputs = self.tokenizer.encode([each.text for each in silent], special=False) if silent else []
+            inputs = self._lengths([chains[each.chain].prompts[each.turn].content for each in blind])
+        except (LoadTestError, KeyError, TypeError) as error:  # the latter: a /tokenize of another form
+            return f"{type(error).__name__}: {error}" if not isinstance(error, LoadTestError) else str(error)
+        for record, ids in zip(silent, outputs, strict=True):
             record.output_tokens = len(ids)
             if not ids:
                 record.error = "empty: the answer has no tokens"
+        for record, length in zip(blind, inputs, strict=True):
+            record.prompt_tokens = length
+        return ""
+
+    def _lengths(self, contents: Sequence[Content]) -> list[int]:
+        """Tokens of each prompt; of a chat without its template, where the server is not the one that counts."""
+        as_chat = self.target.backend == "openai-chat"
+        texts: dict[int, str] = {}
+        chats: dict[int, list[Message]] = {}
+        lengths = list(map(len, contents))  # that of token ids
+        for number, content in enumerate(contents):
+            if isinstance(content, str) and not as_chat:
+                texts[number] = content
+            elif isinstance(content, str):
+                chats[number] = [{"role": "user", "content": content}]
+            elif messages := [each for each in content if isinstance(each, dict)]:
+                chats[number] = messages
+        encoded = self.tokenizer.encode(list(texts.values())) if texts else []
+        if chats and isinstance(self.tokenizer, RemoteTokenizer):
+            encoded += self.tokenizer.encode_chats(list(chats.values()))
+        elif chats:
+            whole = ["\n".join(each["content"] for each in messages) for messages in chats.values()]
+            encoded += self.tokenizer.encode(whole)
+        for number, ids in zip([*texts, *chats], encoded, strict=True):
+            lengths[number] = len(ids)
+        return lengths
 
     def _about(self, date: str, count: int) -> dict[str, Any]:
         return {

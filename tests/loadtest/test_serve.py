@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from cli.main import main
 from loadtest.datasets import Sampling
 from loadtest.records import Chain, LoadTestError, Prompt, Target
+from loadtest.report import print_out, result_json, warnings
 from loadtest.serve import LoadTest
 
 pytestmark = pytest.mark.usefixtures("no_children")
@@ -258,7 +259,26 @@ def test_tokens_are_counted_here_when_the_server_does_not(mock_server, stream, l
     with mock_server(partial(stream, usage=False)) as server:
         test = load_test(server.url)
         test.__dict__["tokenizer"] = _Words()
-        assert run(test).result.total_output_tokens == 8 * 5
+        result = run(test).result
+    assert (result.total_input_tokens, result.total_output_tokens) == (8 * 3, 8 * 5)
+
+
+def test_where_nobody_counts_tokens_the_other_figures_stay(mock_server, stream, load_test):
+    async def answer(call):
+        await (stream(call, usage=False) if "completions" in call.path else call.refuse("404 Not Found", "no"))
+
+    with mock_server(answer) as server:
+        done = run(load_test(server.url, objectives={"ttft": 60000}))
+    assert (done.result.completed, done.result.void) == (8, False)
+    assert done.result.request_goodput == done.result.request_throughput
+    printed = print_out(done)
+    for name in ("Total generated tokens", "Output token throughput (tok/s)", "Mean TPOT (ms)", "Events per token"):
+        assert f"{name + ':':<40} -" in printed
+    assert "HTTP 404" in warnings(done)[0]
+    fields = json.loads(json.dumps(result_json(done, detailed=True)))
+    assert (fields["total_input_tokens"], fields["output_throughput"]) == (None, None)
+    assert fields["mean_ttft_ms"] > 0
+    assert "mean_tpot_ms" not in fields
 
 
 class _Words:
