@@ -51,9 +51,11 @@ def serve(**params: Any) -> None:
     Options, arithmetic and print-out are those of `vllm bench serve`.
     """
     from loadtest.records import LoadTestError
-    from loadtest.report import result_json, save
+    from loadtest.report import check_folder, result_json, save
 
     try:
+        if params["save_result"]:
+            check_folder(params["result_dir"])
         test = load_test(params, params["request_rate"], params["goodput"]).prepared()
         run = _measure(test)
         if params["save_result"]:
@@ -71,7 +73,13 @@ def serve(**params: Any) -> None:
 
 @bench.command()
 @options.load
-@click.option("--request-rates", type=Numbers(), default=_RATES, help="Requests per second of each row, in order.")
+@click.option(
+    "--request-rates",
+    type=Numbers(),
+    callback=options.rates,
+    default=_RATES,
+    help="Requests per second of each row, in order.",
+)
 @click.option("--seconds", type=positive, help="At most as many prompts a row as its rate sends in this time.")
 @click.option("--goodput", multiple=True, default=_OBJECTIVES, metavar="NAME:MS...", help="Objectives.")
 @options.flush
@@ -84,32 +92,34 @@ def sweep(**params: Any) -> None:
     before each row (--flush-cache) or the rows have prompts of their own (--vary-seed).
     """
     from loadtest.records import LoadTestError
-    from loadtest.report import result_json, save
+    from loadtest.report import check_folder, result_json, save
     from loadtest.sweep import plot, table
 
     folder: Path = params["result_dir"]
     runs: list[Run] = []
     try:
+        check_folder(folder)
         test = load_test(params | {"self_timed": False}, math.inf, params["goodput"]).prepared()
-        for number, rate in enumerate(params["request_rates"]):
-            if not rate > 0:
-                raise click.UsageError("--request-rates must be above 0")
-            count = params["num_prompts"]
-            if params["seconds"] and not math.isinf(rate):
-                count = min(count, math.ceil(rate * params["seconds"]))
-            click.echo(f"{rate:g} requests/s, {count} prompts", err=True)
-            seed = test.sampling.seed + (number if params["vary_seed"] else 0)
-            about = dict(test.about) | {"cache_flushed": params["flush_cache"] is not None}
-            row = replace(test, rate=rate, sampling=replace(test.sampling, count=count, seed=seed), about=about)
-            options.flush_cache(params, test.target)
-            runs.append(_measure(row))
-            save(result_json(runs[-1]), folder / f"sweep-{rate:g}qps.json")
-            if runs[-1].unfinished:
-                break
-        rows = [result_json(run) for run in runs]
-        click.echo(table(rows))
-        for path in plot(rows, folder, params["plot_format"].split(",")):
-            click.echo(f"Saved {path}", err=True)
+        try:
+            for number, rate in enumerate(params["request_rates"]):
+                count = params["num_prompts"]
+                if params["seconds"] and not math.isinf(rate):
+                    count = min(count, math.ceil(rate * params["seconds"]))
+                click.echo(f"{rate:g} requests/s, {count} prompts", err=True)
+                seed = test.sampling.seed + (number if params["vary_seed"] else 0)
+                about = dict(test.about) | {"cache_flushed": params["flush_cache"] is not None}
+                row = replace(test, rate=rate, sampling=replace(test.sampling, count=count, seed=seed), about=about)
+                options.flush_cache(params, test.target)
+                runs.append(_measure(row))
+                save(result_json(runs[-1]), folder / f"sweep-{rate:g}qps.json")
+                if runs[-1].unfinished:
+                    break
+        finally:  # the rows that were measured are shown, whatever came of a later one
+            rows = [result_json(run) for run in runs]
+            if rows:
+                click.echo(table(rows))
+                for path in plot(rows, folder, params["plot_format"].split(",")):
+                    click.echo(f"Saved {path}", err=True)
     except LoadTestError as error:
         raise click.ClickException(str(error)) from error
     _exit(params, runs)

@@ -36,6 +36,26 @@ class Numbers(click.ParamType[tuple[float, ...]]):
             self.fail(f"{value!r} is not a list of numbers", param, ctx)
 
 
+def rates(ctx: click.Context, param: click.Parameter, value: tuple[float, ...]) -> tuple[float, ...]:
+    """The callback of an option of request rates: each above 0, or inf, and none twice."""
+    if not all(rate > 0 for rate in value) or len({f"{rate:g}" for rate in value}) < len(value):
+        raise click.BadParameter("rates are above 0, and each is there once", ctx, param)
+    return value
+
+
+def _writable(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """The callback of an option that names a result file: wrong folders are told before anything is measured."""
+    if value is not None:
+        from loadtest.records import LoadTestError
+        from loadtest.report import check_folder
+
+        try:
+            check_folder(value.parent)
+        except LoadTestError as error:
+            raise click.BadParameter(str(error), ctx, param) from error
+    return value
+
+
 class Ratio(click.ParamType[tuple[float, float]]):
     """One number for input and output, or a JSON object with both."""
 
@@ -98,7 +118,10 @@ flush = click.option(
     help="Empty the prefix cache first, at Fulcrum's HOST:PORT or unix:/PATH of admin.",
 )
 output_json = click.option(
-    "--output-json", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures, and how they were made."
+    "--output-json",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=_writable,
+    help="Write the figures, and how they were made.",
 )
 load = together(
     server,

@@ -2,8 +2,11 @@
 
 import math
 import multiprocessing
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -46,12 +49,14 @@ class Outcome:
         duration: seconds from the start to the end of the last request.
         usages: of each worker.
         interrupted: by Ctrl-C, or given up; then the requests under way are in no record.
+        warmup_errors: of each warm-up that failed.
     """
 
     records: list[Record]
     duration: float
     usages: list[WorkerUsage]
     interrupted: bool
+    warmup_errors: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +80,15 @@ def generate(target: Target, chains: Sequence[Chain], load: Load, progress: Call
     taken = context.Value("q", 0)
     workers: list[_Worker] = []
     try:
-        for share in _shares(target, chains, load):
-            (heard, words), (reports, told) = context.Pipe(duplex=False), context.Pipe(duplex=False)
-            process = context.Process(target=work, args=(share, taken, heard, told), daemon=True)
-            process.start()
-            heard.close()
-            told.close()
-            workers.append(_Worker(process, words, reports))
-        return _supervise(workers, progress, math.inf if load.give_up is None else load.give_up)
+        with _interrupts_noted() as noted:
+            for share in _shares(target, chains, load):
+                (heard, words), (reports, told) = context.Pipe(duplex=False), context.Pipe(duplex=False)
+                process = context.Process(target=work, args=(share, taken, heard, told), daemon=True)
+                process.start()
+                heard.close()
+                told.close()
+                workers.append(_Worker(process, words, reports))
+        return _supervise(workers, progress, math.inf if load.give_up is None else load.give_up, noted)
     finally:
         for worker in workers:
             worker.words.close()  # which ends a worker that still runs
@@ -92,6 +98,22 @@ def generate(target: Target, chains: Sequence[Chain], load: Load, progress: Call
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()
+
+
+@contextmanager
+def _interrupts_noted() -> Iterator[list[int]]:
+    """Within it Ctrl-C is only noted, in the list, and blocked in processes that start (which ignore it soon)."""
+    noted: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield noted  # which no Ctrl-C interrupts
+        return
+    former = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield noted
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, former)
 
 
 def _shares(target: Target, chains: Sequence[Chain], load: Load) -> list[Share]:
@@ -119,15 +141,20 @@ def _part(whole: int, worker: int, count: int) -> int:
     return whole // count + (worker < whole % count)
 
 
-def _supervise(workers: Sequence[_Worker], progress: Callable[[int], object], give_up: float) -> Outcome:
+def _supervise(
+    workers: Sequence[_Worker], progress: Callable[[int], object], give_up: float, noted: Sequence[int]
+) -> Outcome:
     records: list[Record] = []
     usages: list[WorkerUsage] = []
+    warmup_errors: list[str] = []
     interrupted = False
     start = end = time.perf_counter()
     ready = counted = 0
     open_ones = {worker.reports: worker for worker in workers}
     while open_ones:
         try:
+            if noted and not interrupted:
+                raise KeyboardInterrupt
             left = start + give_up - time.perf_counter()
             pipes = connection.wait(list(open_ones), None if interrupted or math.isinf(left) else max(0.0, left))
             if not pipes:
@@ -135,8 +162,9 @@ def _supervise(workers: Sequence[_Worker], progress: Callable[[int], object], gi
             for pipe in pipes:
                 worker = open_ones[cast(connection.Connection, pipe)]
                 match _receive(worker):
-                    case ("ready",):
+                    case ("ready", list(errors)):
                         ready += 1
+                        warmup_errors += errors
                         if ready == len(workers) and not interrupted:
                             start = time.perf_counter() + _START_IN
                             _tell(workers, start)
@@ -157,7 +185,7 @@ def _supervise(workers: Sequence[_Worker], progress: Callable[[int], object], gi
     if not interrupted:
         end = max((record.start + record.latency for record in records), default=start)
     records.sort(key=lambda record: (record.chain, record.turn))
-    return Outcome(records, max(end - start, 1e-9), usages, interrupted)
+    return Outcome(records, max(end - start, 1e-9), usages, interrupted, warmup_errors)
 
 
 def _receive(worker: _Worker) -> Any:

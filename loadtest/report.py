@@ -1,6 +1,7 @@
 """The print-out and the result file of a run: those of `vllm bench serve`, and what is known beyond. No network."""
 
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Run:
         about: the head of the result file: date, backend, model, rate, machine, ...
         selected: which latencies are shown, in order.
         unfinished: requests that an interruption left without an end.
-        uncounted: why tokens are unknown; empty when they are known.
+        notes: further sentences to warn of.
     """
 
     about: Mapping[str, Any]
@@ -40,7 +41,7 @@ class Run:
     usages: Sequence[WorkerUsage]
     selected: Sequence[str]
     unfinished: int = 0
-    uncounted: str = ""
+    notes: Sequence[str] = ()
 
     @property
     def saturated(self) -> bool:
@@ -95,11 +96,7 @@ def print_out(run: Run) -> str:
 
 def warnings(run: Run) -> list[str]:
     """What a reader of the figures has to know, in sentences."""
-    found = []
-    if run.uncounted:
-        found.append(
-            f"the server does not tell how many tokens it took or gave, nor can they be counted: {run.uncounted}"
-        )
+    found = list(run.notes)
     if run.result.void:
         found.append(
             f"{run.result.events_per_token:.3f} events per token, below {VOID_BELOW}: several tokens came in one "
@@ -165,6 +162,16 @@ def result_json(run: Run, *, detailed: bool = False) -> dict[str, Any]:
             "errors": [record.error for record in records],
         }
     return fields
+
+
+def check_folder(folder: Path) -> None:
+    """Makes a folder for result files and tries to write into it. Raises: LoadTestError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise LoadTestError(f"{folder} cannot be written: {error}") from error
 
 
 def save(fields: Mapping[str, Any], path: Path) -> None:

@@ -98,7 +98,10 @@ class LoadTest:
         load = Load(times, self.max_concurrency, self.warmups, self.workers, self.seconds, self.give_up)
         with _bar(count if self.progress else 0) as progress:
             outcome = generate(self.target, chains, load, progress)
-        uncounted = self._count_tokens(outcome.records, chains)
+        notes = [
+            *self._count_tokens(outcome.records, chains),
+            *map("a warm-up failed: {}".format, outcome.warmup_errors),
+        ]
         return Run(
             self._about(date, count),
             metrics(outcome.records, outcome.duration, self.percentiles, self.objectives),
@@ -106,11 +109,11 @@ class LoadTest:
             outcome.usages,
             self.selected,
             count - len(outcome.records) if outcome.interrupted else 0,
-            uncounted,
+            notes,
         )
 
-    def _count_tokens(self, records: Sequence[Record], chains: Sequence[Chain]) -> str:
-        """Counts the tokens of prompts and answers whose server did not. Returns why that cannot be done, if so."""
+    def _count_tokens(self, records: Sequence[Record], chains: Sequence[Chain]) -> list[str]:
+        """Counts the tokens of prompts and answers whose server did not. Returns a note if that cannot be done."""
         good = [record for record in records if not record.error]
         silent = [record for record in good if record.output_tokens is None]
         blind = [record for record in good if not record.prompt_tokens]
@@ -118,14 +121,15 @@ class LoadTest:
             outputs = self.tokenizer.encode([each.text for each in silent], special=False) if silent else []
             inputs = self._lengths([chains[each.chain].prompts[each.turn].content for each in blind])
         except (LoadTestError, KeyError, TypeError) as error:  # the latter: a /tokenize of another form
-            return f"{type(error).__name__}: {error}" if not isinstance(error, LoadTestError) else str(error)
+            why = error if isinstance(error, LoadTestError) else repr(error)
+            return [f"tokens are unknown: the server tells no number, and to count them fails: {why}"]
         for record, ids in zip(silent, outputs, strict=True):
             record.output_tokens = len(ids)
             if not ids:
                 record.error = "empty: the answer has no tokens"
         for record, length in zip(blind, inputs, strict=True):
             record.prompt_tokens = length
-        return ""
+        return []
 
     def _lengths(self, contents: Sequence[Content]) -> list[int]:
         """Tokens of each prompt; of a chat without its template, where the server is not the one that counts."""

@@ -24,12 +24,19 @@ _COLUMNS = (
 )
 
 
+def _figure(row: Row, key: str) -> Any:
+    """A row's field; None for the figures of a row of which no request succeeded."""
+    return row.get(key) if row.get("completed", 1) or key in ("request_rate", "failed") else None
+
+
 def table(rows: Sequence[Row]) -> str:
     """One line for each rate; latencies in milliseconds. A "!" marks void token latencies, a "?" a saturated client."""
     lines = ["".join(f"{title:>{width}}" for title, _, width in _COLUMNS)]
     for row in rows:
         marks = ("!" if row.get("token_latencies_void") else "") + ("?" if row.get("client_saturated") else "")
-        lines.append("".join(f"{_cell(row.get(key)):>{width}}" for _, key, width in _COLUMNS) + f" {marks}".rstrip())
+        lines.append(
+            "".join(f"{_cell(_figure(row, key)):>{width}}" for _, key, width in _COLUMNS) + f" {marks}".rstrip()
+        )
     return "\n".join(lines)
 
 
@@ -47,7 +54,7 @@ def plot(rows: Sequence[Row], folder: Path, kinds: Sequence[str]) -> list[Path]:
 
     def draw(axes: Any, title: str, unit: str, keys: Mapping[str, str]) -> Any:
         for label, key in keys.items():
-            values = [float("nan") if row.get(key) is None else row[key] for row in rows]
+            values = [float("nan") if _figure(row, key) is None else row[key] for row in rows]
             axes.plot(places, values, marker="o", label=label)
         axes.set_xticks(places, ticks)
         axes.set_xlabel("offered requests/s")

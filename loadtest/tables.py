@@ -93,7 +93,9 @@ def ladder_table(result: Fields) -> str:
     spread = max(row["request_throughput_max"] / row["request_throughput_min"] for row in result["rungs"])
     lines.append(f"Of one rung, the fastest run was at most {spread:.2f} times as fast as the slowest.")
     equal = [row["equal_answers"] for row in result["rungs"]]
-    lines.append(f"Answers that are token for token those of the first rung: {_spread(equal)} of {equal[0]}.")
+    lines.append(
+        f"Answers that are token for token those of the first rung: {_spread(equal)} of {result['num_prompts']}."
+    )
     if result["left_out"]:
         lines.append(f"Left out, since this device lacks them: {', '.join(result['left_out'])}.")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """One process of the load generator: sends its share of the requests at their times and keeps what comes of them.
 
 Speaks with its parent over two pipes (one each way, since a loop makes the one that it watches non-blocking):
-("ready",) when it is warm; then the parent sends the start time; a number for
+("ready", errors of warm-ups) when it is warm; then the parent sends the start time; a number for
 every few finished requests; ("result", records, usage) at the end, also when the parent says stop or has gone.
 """
 
@@ -74,16 +74,29 @@ class _Worker:
         loop.add_reader(self._words.fileno(), self._told)
         client = self._client()
         try:
-            if self._share.warmups:
-                prompt = self._share.chains[0][2].prompts[0]
-                await asyncio.gather(*(client.send(prompt, Record()) for _ in range(self._share.warmups)))
-            self._reports.send(("ready",))
+            self._reports.send(("ready", await self._warm_up(client)))
             usage = await self._measure(client)
         finally:
             loop.remove_reader(self._words.fileno())
             await client.close()
         with contextlib.suppress(BrokenPipeError):
             self._reports.send(("result", self._records, usage))
+
+    async def _warm_up(self, client: _Client) -> list[str]:
+        """Sends the warm-ups; returns at their end, or when told to stop. The errors of those that failed."""
+        prompt = self._share.chains[0][2].prompts[0]
+        records = [Record() for _ in range(self._share.warmups)]
+        stop = asyncio.ensure_future(self._stop.wait())
+        warm = asyncio.gather(*(client.send(prompt, record) for record in records))
+        try:
+            await asyncio.wait((warm, stop), return_when=asyncio.FIRST_COMPLETED)
+            if warm.done():
+                warm.result()
+        finally:
+            warm.cancel()
+            stop.cancel()
+            await asyncio.gather(warm, stop, return_exceptions=True)
+        return [record.error for record in records if record.error]
 
     def _client(self) -> _Client:
         if self._share.target.backend == "grpc":

@@ -414,6 +414,106 @@ def test_interrupt_prints_what_there_is(mock_server, stream, prompts):
     assert "Mean TTFT (ms):" in out
 
 
+def test_interrupt_ends_warm_ups(mock_server, prompts):
+    asked = threading.Event()
+
+    async def answer(call):
+        asked.set()
+        await asyncio.sleep(600)
+
+    with mock_server(answer) as server:
+        arguments = ["--base-url", server.url, "--model", "m", "--dataset-name", "custom", "--dataset-path", prompts]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cli", "bench", "serve", *map(str, arguments), "--num-warmups", "2"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        try:
+            assert asked.wait(60)
+            process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=20)
+        finally:
+            process.kill()
+            process.wait()
+    assert process.returncode == 130
+    assert "Successful requests:                     0" in out
+
+
+class _Interrupting(str):
+    """A text that presses Ctrl-C as it is handed to a worker."""
+
+    def __reduce__(self):
+        signal.raise_signal(signal.SIGINT)
+        return str, (str(self),)
+
+
+def test_interrupt_while_workers_start_is_heard_after(mock_server, stream, load_test):
+    former = signal.getsignal(signal.SIGINT)
+    with mock_server(stream) as server:
+        done = load_test(server.url, workers=2).run([Chain((Prompt(_Interrupting("one"), 5),))] * 2)
+    assert done.unfinished == 2
+    assert signal.getsignal(signal.SIGINT) is former
+
+
+def test_failed_warm_ups_are_told(mock_server, stream, load_test):
+    async def answer(call):
+        await (call.refuse("503 Service Unavailable", "cold") if len(server.calls) <= 2 else stream(call))
+
+    with mock_server(answer) as server:
+        done = run(load_test(server.url, warmups=2))
+    assert (done.result.completed, warnings(done)) == (8, ["a warm-up failed: HTTP 503: cold"] * 2)
+
+
+def test_a_sweep_shows_the_rows_before_the_one_that_broke(mock_server, stream, prompts, tmp_path, monkeypatch):
+    from loadtest import report
+
+    saved = []
+
+    def save(fields, path):
+        saved.append(path.name)
+        if len(saved) == 2:
+            raise LoadTestError("the disk is full")
+
+    monkeypatch.setattr(report, "save", save)
+
+    async def answer(call):
+        await (stream(call) if len(server.calls) <= 2 else call.refuse("500 Internal Server Error", "broken"))
+
+    with mock_server(answer) as server:
+        arguments = ["--base-url", server.url, "--model", "m", "--dataset-name", "custom", "--dataset-path", prompts]
+        arguments += ["--num-prompts", 2, "--result-dir", tmp_path / "new", "--request-rates", "50,60,70"]
+        ran = command("sweep", *arguments)
+    assert ran.exit_code == 1
+    assert "the disk is full" in ran.stderr
+    first, second = (line.split() for line in ran.stdout.splitlines() if line.lstrip().startswith(("50.00", "60.00")))
+    assert (first[0], first[-1], second) == ("50.00", "0", ["60.00", *["-"] * 8, "2"])
+    assert (tmp_path / "new" / "latency.svg").exists()
+
+
+@pytest.mark.parametrize("rates", ["1,0", "2,nan", "3,3", "-1", "2,x"])
+def test_rates_are_checked_before_the_first(rates):
+    ran = command("sweep", "--base-url", "http://x", "--model", "m", "--request-rates", rates)
+    assert ran.exit_code == 2
+    assert "--request-rates" in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["serve", "sweep"])
+def test_a_folder_that_cannot_be_written_is_told_first(name, tmp_path):
+    (tmp_path / "file").write_text("")
+    saving = ["--save-result"] if name == "serve" else []
+    ran = command(name, "--base-url", "http://x", "--model", "m", "--result-dir", tmp_path / "file" / "x", *saving)
+    assert ran.exit_code == 1
+    assert "cannot be written" in ran.stderr
+
+
+def test_a_result_file_that_cannot_be_written_is_told_first(tmp_path):
+    (tmp_path / "file").write_text("")
+    ran = command("prefix", "--output-json", tmp_path / "file" / "x.json")
+    assert ran.exit_code == 2
+    assert "cannot be written" in ran.stderr
+
+
 def test_workers_end_with_their_parent(mock_server, prompts):
     asked = threading.Event()
 
