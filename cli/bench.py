@@ -39,7 +39,9 @@ bench.add_command(bench_ladder.ladder)
 
 @bench.command()
 @options.load
-@click.option("--request-rate", type=positive, default=math.inf, help="Requests per second; inf: all at once.")
+@click.option(
+    "--request-rate", type=options.positive_or_inf, default=math.inf, help="Requests per second; inf: all at once."
+)
 @click.option("--self-timed/--no-self-timed", default=None, show_default="with prefix-trace", help="The trace's times.")
 @click.option("--goodput", multiple=True, metavar="NAME:MS...", help="Such as ttft:200 tpot:20 (also e2el).")
 @click.option("--save-result", is_flag=True, help="Write a result file.")
@@ -62,7 +64,9 @@ def serve(**params: Any) -> None:
             rate, limit = params["request_rate"], params["max_concurrency"]
             middle = f"{rate}qps" + (f"-concurrency{limit}" if limit else "")
             model = test.target.model.split("/")[-1]
-            name = f"{params['label'] or params['backend']}-{middle}-{model}-{run.about['date']}.json"
+            name = (
+                f"{(params['label'] or params['backend']).replace('/', '_')}-{middle}-{model}-{run.about['date']}.json"
+            )
             path = params["result_dir"] / (params["result_filename"] or name)
             save(result_json(run, detailed=params["save_detailed"]), path)
             click.echo(f"Saved {path}", err=True)
@@ -106,7 +110,7 @@ def sweep(**params: Any) -> None:
                 if params["seconds"] and not math.isinf(rate):
                     count = min(count, math.ceil(rate * params["seconds"]))
                 click.echo(f"{rate:g} requests/s, {count} prompts", err=True)
-                seed = test.sampling.seed + (number if params["vary_seed"] else 0)
+                seed = (test.sampling.seed + (number if params["vary_seed"] else 0)) % 2**32
                 about = dict(test.about) | {"cache_flushed": params["flush_cache"] is not None}
                 row = replace(test, rate=rate, sampling=replace(test.sampling, count=count, seed=seed), about=about)
                 options.flush_cache(params, test.target)

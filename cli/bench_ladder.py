@@ -19,7 +19,7 @@ _FIXED = {"attention": "auto"}
 @click.option("--max-output-len", type=bench_options.length, default=512, help="Cuts the answers; every max_tokens.")
 @click.option("--prefix-len", type=click.IntRange(min=0), default=128, help="Tokens of the common prefixes.")
 @click.option("--prefix-groups", type=bench_options.count, default=4, help="Prefixes; each prompt begins with one.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of lengths and ids.")
+@click.option("--seed", type=bench_options.seed, default=0, help="Of lengths and ids.")
 @click.option("--repeat", type=bench_options.count, default=3, help="Runs of each rung; medians are shown.")
 @click.option(
     "--kv-tokens", type=bench_options.count, show_default="the whole pool", help="KV that a rung may use, in tokens."

@@ -22,7 +22,7 @@ Params = dict[str, Any]
 @click.command()
 @options.model
 @bench_options.dataset
-@click.option("--temperature", type=click.FloatRange(min=0), default=1.0, help="0 is greedy.")
+@click.option("--temperature", type=bench_options.Number(min=0), default=1.0, help="0 is greedy.")
 @bench_options.output_json
 @options.together(options.revision, options.tokenizer, options.engine_settings)
 def throughput(**params: Any) -> None:

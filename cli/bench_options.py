@@ -21,6 +21,21 @@ if TYPE_CHECKING:
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
+class Number(click.FloatRange):
+    """A number: never NaN, and infinite only where that has a meaning."""
+
+    def __init__(self, *, infinite: bool = False, **bounds: Any) -> None:
+        super().__init__(**bounds)
+        self._infinite = infinite
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Fails, naming the option, for what is no such number."""
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number) or (math.isinf(number) and not self._infinite):
+            self.fail(f"{value!r} is not a {'' if self._infinite else 'finite '}number", param, ctx)
+        return number
+
+
 class Numbers(click.ParamType[tuple[float, ...]]):
     """Numbers between commas; "inf" is one."""
 
@@ -31,9 +46,12 @@ class Numbers(click.ParamType[tuple[float, ...]]):
         if isinstance(value, tuple):
             return value
         try:
-            return tuple(float(each) for each in str(value).split(","))
+            numbers = tuple(float(each) for each in str(value).split(","))
         except ValueError:
+            numbers = (math.nan,)
+        if any(map(math.isnan, numbers)):
             self.fail(f"{value!r} is not a list of numbers", param, ctx)
+        return numbers
 
 
 def rates(ctx: click.Context, param: click.Parameter, value: tuple[float, ...]) -> tuple[float, ...]:
@@ -77,7 +95,10 @@ class Ratio(click.ParamType[tuple[float, float]]):
 
 count = click.IntRange(min=1)
 length = click.IntRange(min=1)
-positive = click.FloatRange(min=0, min_open=True)
+seed = click.IntRange(0, 2**32 - 1)
+finite = Number()
+positive = Number(min=0, min_open=True)
+positive_or_inf = Number(min=0, min_open=True, infinite=True)
 server = together(
     click.option("--backend", type=click.Choice(["openai", "openai-chat", "grpc"]), default="openai"),
     click.option("--base-url", metavar="URL", help="Such as http://10.0.0.1:8000, instead of --host and --port."),
@@ -95,7 +116,7 @@ dataset = together(
     ),
     click.option("--dataset-path", type=click.Path(exists=True, dir_okay=False, path_type=Path)),
     click.option("--num-prompts", type=count, default=1000, help="Requests."),
-    click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the samples and of the arrivals."),
+    click.option("--seed", type=seed, default=0, help="Of the samples and of the arrivals."),
     click.option("--disable-shuffle", is_flag=True, help="Keep the file's order."),
     click.option("--no-oversample", is_flag=True, help="Do not repeat samples where the file has too few."),
     click.option("--input-len", type=length, help="The same as --random-input-len."),
@@ -127,16 +148,16 @@ load = together(
     server,
     click.option("--tokenizer", type=click.Path(exists=True, path_type=Path), show_default="the server's /tokenize"),
     dataset,
-    click.option("--burstiness", type=positive, default=1.0, help="1: Poisson; less: bursts; more: even."),
+    click.option("--burstiness", type=positive_or_inf, default=1.0, help="1: Poisson; less: bursts; more: even."),
     click.option("--max-concurrency", type=count, help="Most requests under way at once."),
     click.option("--ignore-eos", is_flag=True, help="Generate all tokens (random prompts always do)."),
-    click.option("--temperature", type=float),
-    click.option("--top-p", type=float),
+    click.option("--temperature", type=finite),
+    click.option("--top-p", type=finite),
     click.option("--top-k", type=int),
-    click.option("--min-p", type=float),
-    click.option("--presence-penalty", type=float),
-    click.option("--frequency-penalty", type=float),
-    click.option("--repetition-penalty", type=float),
+    click.option("--min-p", type=finite),
+    click.option("--presence-penalty", type=finite),
+    click.option("--frequency-penalty", type=finite),
+    click.option("--repetition-penalty", type=finite),
     click.option("--extra-body", metavar="JSON", help="Further fields of the HTTP body."),
     click.option("--num-warmups", type=click.IntRange(min=0), default=0, help="Requests before the measurement."),
     click.option("--workers", type=count, show_default="a quarter of the cores, at most 4", help="Client processes."),
@@ -271,7 +292,7 @@ def _objectives(texts: Sequence[str]) -> dict[str, float]:
             found[name] = float(limit)
         except ValueError:
             found[name] = -1.0
-        if name not in ("ttft", "tpot", "e2el") or found[name] < 0:
+        if name not in ("ttft", "tpot", "e2el") or not 0 <= found[name] < math.inf:
             raise click.UsageError(f"{text!r} is no objective: ttft:MS, tpot:MS or e2el:MS (after --goodput)")
     return found
 

@@ -38,7 +38,7 @@ def prefix(**params: Any) -> None:
     if params["simulate"] and params["chats"]:
         raise click.UsageError("chats need a server to render them: no --simulate")
     pages, pools = params["page_sizes"], params["pool_tokens"]
-    if not all(size >= 1 and size == int(size) for size in pages) or not all(pool >= 1 for pool in pools):
+    if not all(size >= 1 and size.is_integer() for size in pages) or not all(pool >= 1 for pool in pools):
         raise click.UsageError("--page-sizes are whole numbers, --pool-tokens at least 1 or inf")
     if not params["simulate"] and (len(pages), len(pools)) != (1, 1):
         raise click.UsageError("a running server has one page size and one pool")

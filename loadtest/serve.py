@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -100,7 +101,7 @@ class LoadTest:
             outcome = generate(self.target, chains, load, progress)
         notes = [
             *self._count_tokens(outcome.records, chains),
-            *map("a warm-up failed: {}".format, outcome.warmup_errors),
+            *(f"warm-up failed, {n} times: {error}" for error, n in Counter(outcome.warmup_errors).items()),
         ]
         return Run(
             self._about(date, count),
@@ -156,6 +157,7 @@ class LoadTest:
 
     def _about(self, date: str, count: int) -> dict[str, Any]:
         return {
+            **self.about,  # first, so that it hides no fact
             "date": date,
             "endpoint_type": self.target.backend,
             "backend": self.target.backend,
@@ -163,7 +165,6 @@ class LoadTest:
             "model_id": self.target.model,
             "tokenizer_id": str(self.tokenizer_path) if self.tokenizer_path else None,
             "num_prompts": count,
-            **self.about,
             "request_rate": "inf" if math.isinf(self.rate) else self.rate,
             "burstiness": self.burstiness,
             "max_concurrency": self.max_concurrency,

@@ -323,6 +323,7 @@ def test_command_prints_saves_and_compares(mock_server, stream, prompts, tmp_pat
         arguments = ["--port", server.port, "--dataset-name", "custom", "--dataset-path", prompts]
         arguments += ["--custom-output-len", -1, "--disable-tqdm", "--result-dir", tmp_path / "results"]
         saving = ["--save-result", "--save-detailed", "--result-filename", "a.json", "--metadata", "note=yes"]
+        saving += ["--metadata", "model_id=other", "--metadata", "completed=99"]
         ran = command(
             "serve", *arguments, "--num-prompts", 8, "--goodput", "ttft:5000", "tpot:500", *saving, "--fail-on-error"
         )
@@ -331,7 +332,7 @@ def test_command_prints_saves_and_compares(mock_server, stream, prompts, tmp_pat
         assert "Request goodput (req/s):" in ran.output
         saved = json.loads((tmp_path / "results" / "a.json").read_text())
         assert saved["model_id"] == "org/served"
-        assert saved["note"] == "yes"
+        assert (saved["note"], saved["completed"]) == ("yes", 8)
         assert saved["request_goodput"] == saved["request_throughput"]
         assert saved["output_lens"] == [5] * 8
         assert {"machine", "commit", "command", "seed"} <= saved.keys()
@@ -347,6 +348,17 @@ def test_command_prints_saves_and_compares(mock_server, stream, prompts, tmp_pat
     ran = command("compare", tmp_path / "results" / "a.json", tmp_path / "results" / "sweep-infqps.json")
     assert ran.exit_code == 0, ran.output
     assert "(x1.000)" in ran.output
+
+
+def test_a_label_is_part_of_a_file_name_and_no_folder(mock_server, stream, prompts, tmp_path):
+    with mock_server(stream) as server:
+        arguments = ["--base-url", server.url, "--model", "m", "--dataset-name", "custom", "--dataset-path", prompts]
+        arguments += ["--num-prompts", 1, "--result-dir", tmp_path / "new", "--save-result", "--label", "a/b"]
+        ran = command("serve", *arguments)
+    assert ran.exit_code == 0, ran.output
+    (path,) = (tmp_path / "new").iterdir()
+    assert path.name.startswith("a_b-infqps-m-")
+    assert json.loads(path.read_text())["label"] == "a/b"
 
 
 def test_fail_on_error_is_an_exit_status(mock_server, prompts):
@@ -374,6 +386,13 @@ def test_fail_on_error_is_an_exit_status(mock_server, prompts):
         (["--base-url", "ftp://x"], "not http"),
         (["--base-url", "http://x:99999"], "not http"),
         (["--request-rate", "0"], "--request-rate"),
+        (["--request-rate", "nan"], "--request-rate"),
+        (["--burstiness", "nan"], "--burstiness"),
+        (["--temperature", "inf"], "--temperature"),
+        (["--metric-percentiles", "nan"], "list of numbers"),
+        (["--goodput", "ttft:nan"], "no objective"),
+        (["--goodput", "ttft:inf"], "no objective"),
+        (["--seed", 2**32], "--seed"),
     ],
 )
 def test_wrong_options_are_named(arguments, message):
@@ -462,7 +481,7 @@ def test_failed_warm_ups_are_told(mock_server, stream, load_test):
 
     with mock_server(answer) as server:
         done = run(load_test(server.url, warmups=2))
-    assert (done.result.completed, warnings(done)) == (8, ["a warm-up failed: HTTP 503: cold"] * 2)
+    assert (done.result.completed, warnings(done)) == (8, ["warm-up failed, 2 times: HTTP 503: cold"])
 
 
 def test_a_sweep_shows_the_rows_before_the_one_that_broke(mock_server, stream, prompts, tmp_path, monkeypatch):
