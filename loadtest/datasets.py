@@ -11,13 +11,14 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from loadtest.records import Chain, LoadTestError, Prompt
+from loadtest.records import Chain, LoadTestError, Message, Prompt
 from loadtest.tokens import COMMON_IDS, Tokenizer
 
 _BATCH = 128
 _TRACE_BLOCK = 512  # tokens that a hash id of the trace stands for
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,18 @@ class TraceRow:
 
 
 def trace_rows(sampling: Sampling) -> Iterator[TraceRow]:
-    """The first `count` requests of a trace file. Raises: LoadTestError; KeyError and TypeError for another form."""
-    for row in itertools.islice(_lines(sampling), sampling.count):
+    """The first `count` requests of a trace file. Raises: LoadTestError, naming the line, for another form."""
+
+    def read(row: dict[str, Any]) -> TraceRow:
         input_len, output_len = (
-            max(1, row[name] * sampling.block // _TRACE_BLOCK) for name in ("input_length", "output_length")
+            max(1, _whole(row[name], 0) * sampling.block // _TRACE_BLOCK) for name in ("input_length", "output_length")
         )
-        yield TraceRow(row["timestamp"] / 1000, input_len, output_len, tuple(row["hash_ids"]))
+        time, ids = float(row["timestamp"]) / 1000, tuple(_whole(each, 0) for each in row["hash_ids"])
+        if not ids or not 0 <= time < math.inf:
+            raise ValueError("no hash ids" if not ids else f"timestamp {time}")
+        return TraceRow(time, input_len, output_len, ids)
+
+    return itertools.islice(_lines(sampling, read), sampling.count)
 
 
 def sharegpt(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain]:
@@ -75,10 +82,14 @@ def sharegpt(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Cha
 
     Kept are those with at least 4 tokens in the prompt and in the answer, at most 1024 in the prompt and 2048 in both.
     """
-    entries = [each["conversations"] for each in _json(sampling) if len(each.get("conversations", ())) >= 2]
+
+    def read(row: dict[str, Any]) -> tuple[str, str] | None:
+        entry = row.get("conversations", ())
+        return (_text(entry[0]["value"]), _text(entry[1]["value"])) if len(entry) >= 2 else None
+
+    pairs = [pair for pair in _entries(sampling, read) if pair]
     if sampling.shuffle:
-        random.Random(sampling.seed).shuffle(entries)
-    pairs = [(entry[0]["value"], entry[1]["value"]) for entry in entries]
+        random.Random(sampling.seed).shuffle(pairs)
     prompts: list[Prompt] = []
     least = 4 if sampling.output_len is None else 0
     for batch in _batches(pairs):
@@ -95,17 +106,17 @@ def sharegpt(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Cha
 
 def custom(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain]:
     """JSON lines with "prompt" and, unless an output length is given, "output_tokens". Sent as they are."""
-    rows = list(_lines(sampling))
+
+    def read(row: dict[str, Any]) -> Prompt:
+        if sampling.output_len is None and "output_tokens" not in row:
+            raise ValueError("no output_tokens (or give --custom-output-len)")
+        output = _whole(row["output_tokens"], 1) if sampling.output_len is None else sampling.output_len
+        return Prompt(_text(row["prompt"]), output)
+
+    prompts = list(_lines(sampling, read))
     if sampling.shuffle:
-        random.Random(sampling.seed).shuffle(rows)
-    try:
-        prompts = [
-            Prompt(row["prompt"], int(row["output_tokens"]) if sampling.output_len is None else sampling.output_len)
-            for row in rows[: sampling.count]
-        ]
-    except (KeyError, ValueError) as error:
-        raise LoadTestError(f"{sampling.path}: a line lacks {error} (or give --custom-output-len)") from error
-    return _oversampled(prompts, sampling)
+        random.Random(sampling.seed).shuffle(prompts)
+    return _oversampled(prompts[: sampling.count], sampling)
 
 
 def random_texts(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain]:
@@ -164,7 +175,11 @@ def multi_turn(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[C
     The history is the file's own, so that every server gets the same prompts. An answer's length is the file's too.
     `count` counts the requests of all turns.
     """
-    rows = [row["turns"] for row in _lines(sampling)]
+
+    def read(row: dict[str, Any]) -> list[Message]:
+        return [{name: _text(turn[name]) for name in ("role", "content")} for turn in row["turns"]]
+
+    rows = list(_lines(sampling, read))
     if sampling.shuffle:
         random.Random(sampling.seed).shuffle(rows)
     chains, left = [], sampling.count
@@ -177,10 +192,7 @@ def multi_turn(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[C
             lengths = [max(1, len(answer)) for answer in answers]
         else:
             lengths = [sampling.output_len] * len(asked)
-        prompts = (
-            Prompt([{"role": turn["role"], "content": turn["content"]} for turn in turns[:i]], length)
-            for i, length in zip(asked, lengths, strict=True)
-        )
+        prompts = (Prompt(turns[:i], length) for i, length in zip(asked, lengths, strict=True))
         chains.append(Chain(tuple(prompts)))
         left -= len(asked)
     return chains
@@ -256,7 +268,7 @@ def _batches(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
         yield items[start : start + _BATCH]
 
 
-def _text(sampling: Sampling) -> str:
+def _content(sampling: Sampling) -> str:
     if sampling.path is None:
         raise LoadTestError("this data set needs --dataset-path")
     try:
@@ -265,18 +277,46 @@ def _text(sampling: Sampling) -> str:
         raise LoadTestError(f"{sampling.path} cannot be read: {error}") from error
 
 
-def _json(sampling: Sampling) -> list[dict[str, Any]]:
+def _entries(sampling: Sampling, read: Callable[[dict[str, Any]], _Row]) -> Iterator[_Row]:
+    """Each entry of a JSON list, as `read` takes it. Raises: LoadTestError, naming the entry."""
     try:
-        rows: list[dict[str, Any]] = json.loads(_text(sampling))
+        entries = json.loads(_content(sampling))
     except ValueError as error:
         raise LoadTestError(f"{sampling.path} is not JSON: {error}") from error
-    return rows
+    if not isinstance(entries, list):
+        raise LoadTestError(f"{sampling.path} is not a JSON list")
+    for number, entry in enumerate(entries, 1):
+        yield _taken(sampling, f"entry {number}", entry, read)
 
 
-def _lines(sampling: Sampling) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(_text(sampling).splitlines(), 1):
-        if line.strip():
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise LoadTestError(f"{sampling.path}, line {number} is not JSON: {error}") from error
+def _lines(sampling: Sampling, read: Callable[[dict[str, Any]], _Row]) -> Iterator[_Row]:
+    """Each JSON line, as `read` takes it. Raises: LoadTestError, naming the line; for a file without any, too."""
+    number = 0
+    for number, line in ((n, line) for n, line in enumerate(_content(sampling).split("\n"), 1) if line.strip()):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise LoadTestError(f"{sampling.path}, line {number} is not JSON: {error}") from error
+        yield _taken(sampling, f"line {number}", row, read)
+    if not number:
+        raise LoadTestError(f"{sampling.path} is empty")
+
+
+def _taken(sampling: Sampling, name: str, row: Any, read: Callable[[dict[str, Any]], _Row]) -> _Row:
+    try:
+        return read(row)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else error
+        raise LoadTestError(f"{sampling.path}, {name} is not of the form that this data set has: {what}") from error
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.50} is not a text")
+    return value
+
+
+def _whole(value: Any, least: int) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{value!r:.50} is not a whole number from {least} on")
+    return value

@@ -3,12 +3,22 @@
 import csv
 import json
 import lzma
+import math
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from loadtest.datasets import Sampling, custom, multi_turn, prefix_trace, random_texts, shared_prefix, sharegpt
+from loadtest.datasets import (
+    DATASETS,
+    Sampling,
+    custom,
+    multi_turn,
+    prefix_trace,
+    random_texts,
+    shared_prefix,
+    sharegpt,
+)
 from loadtest.records import LoadTestError
 from loadtest.tokens import LocalTokenizer
 
@@ -160,7 +170,7 @@ def test_custom_lines(tmp_path):
     assert len(custom(Sampling(path, 5, oversample=False), no_tokenizer)) == 2
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "line 1"), ('{"prompt": "a"}', "output_tokens"), ("", "no entry")])
+@pytest.mark.parametrize(("text", "message"), [("{", "line 1"), ('{"prompt": "a"}', "output_tokens"), ("", "is empty")])
 def test_bad_files_are_told(tmp_path, text, message):
     path = tmp_path / "file.jsonl"
     path.write_text(text)
@@ -175,3 +185,57 @@ def test_missing_files_are_told():
         multi_turn(Sampling(Path("nowhere.jsonl")), no_tokenizer)
     with pytest.raises(LoadTestError, match="cannot be read as a tokenizer"):
         LocalTokenizer.from_file(Path("nowhere"))
+
+
+_TRACE = {"timestamp": 0, "input_length": 512, "output_length": 5, "hash_ids": [1]}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("custom", {"prompt": "a", "output_tokens": 0}, "0 is not a whole number from 1 on"),
+        ("custom", {"prompt": "a", "output_tokens": 2.5}, "2.5 is not a whole number"),
+        ("custom", {"prompt": "a", "output_tokens": "many"}, "'many' is not a whole number"),
+        ("custom", {"prompt": "a"}, "no output_tokens"),
+        ("custom", {"prompt": None, "output_tokens": 1}, "None is not a text"),
+        ("custom", {"output_tokens": 1}, "no 'prompt'"),
+        ("custom", 7, ""),
+        ("custom", ["prompt"], ""),
+        ("multi-turn", {"turns": [{"role": "user"}]}, "no 'content'"),
+        ("multi-turn", {"turns": None}, ""),
+        ("prefix-trace", _TRACE | {"hash_ids": []}, "no hash ids"),
+        ("prefix-trace", _TRACE | {"hash_ids": ["1"]}, "'1' is not a whole number"),
+        ("prefix-trace", _TRACE | {"input_length": -1}, "-1 is not a whole number from 0 on"),
+        ("prefix-trace", _TRACE | {"timestamp": math.nan}, "timestamp nan"),
+        ("prefix-trace", {"timestamp": 0}, "no 'input_length'"),
+    ],
+)
+def test_a_line_of_another_form_is_named(tmp_path, name, row, message):
+    good = {"prompt": "a", "output_tokens": 1, "turns": [], **_TRACE}
+    path = tmp_path / "lines"
+    path.write_text(f"{json.dumps(good)}\n\n{json.dumps(row)}\n")
+    with pytest.raises(LoadTestError, match=f"line 3 is not of the form .*{message}"):
+        DATASETS[name](Sampling(path, 9), no_tokenizer)
+
+
+@pytest.mark.parametrize("name", ["custom", "multi-turn", "prefix-trace"])
+def test_a_file_without_lines_is_told(tmp_path, name):
+    path = tmp_path / "lines"
+    path.write_text("\n")
+    with pytest.raises(LoadTestError, match="is empty"):
+        DATASETS[name](Sampling(path, 9), no_tokenizer)
+
+
+@pytest.mark.parametrize("text", ["3", "[3]", "{}", '[{"conversations": 3}]', '[{"conversations": ["a", "b"]}]'])
+def test_conversations_of_another_form_are_told(tmp_path, text):
+    path = tmp_path / "entries"
+    path.write_text(text)
+    with pytest.raises(LoadTestError, match=r"not (a JSON list|of the form)"):
+        DATASETS["sharegpt"](Sampling(path, 9), no_tokenizer)
+
+
+def test_a_line_separator_of_unicode_ends_no_line(tmp_path):
+    path = tmp_path / "lines"
+    path.write_text('{"prompt": "a\u2028b", "output_tokens": 1}\r\n', encoding="utf-8")
+    (chain,) = DATASETS["custom"](Sampling(path, 1), no_tokenizer)
+    assert chain.prompts[0].content == "a\u2028b"

@@ -581,7 +581,7 @@ def _alive(pid: str) -> bool:
 def test_a_file_of_another_form_is_told(load_test, tmp_path):
     path = tmp_path / "file.json"
     path.write_text('[{"conversations": [{"text": "a"}, {"text": "b"}]}]')
-    with pytest.raises(LoadTestError, match="not of the form that sharegpt wants"):
+    with pytest.raises(LoadTestError, match="entry 1 is not of the form that this data set has: no 'value'"):
         load_test("http://x", dataset="sharegpt", sampling=Sampling(path, 1)).chains()
 
 
