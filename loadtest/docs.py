@@ -91,7 +91,7 @@ def render(template: str, folder: Path) -> str:
     except TemplateError as error:
         line = getattr(error, "lineno", None)
         raise LoadTestError(f"template{f', line {line}' if line else ''}: {error.message}") from error
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise LoadTestError(f"a result file or a placeholder lacks {error}") from error
 
 
@@ -138,11 +138,13 @@ def main(folder: Path, check: bool) -> None:
     page = folder / "benchmarks.md"
     try:
         text = render((folder / "benchmarks.md.in").read_text(encoding="utf-8"), folder / "results")
-    except LoadTestError as error:
+        if not check:
+            page.write_text(text, encoding="utf-8")
+            return
+        current = page.exists() and page.read_text(encoding="utf-8") == text
+    except (LoadTestError, OSError, UnicodeDecodeError) as error:
         raise click.ClickException(str(error)) from error
-    if not check:
-        page.write_text(text, encoding="utf-8")
-    elif not page.exists() or page.read_text(encoding="utf-8") != text:
+    if not current:
         click.echo(f"{page.name} is not what its template and the result files make: python -m loadtest.docs", err=True)
         sys.exit(1)
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import click
 
+from loadtest.records import LoadTestError
+
 # Shapes: the models' config.json on the Hugging Face hub (Qwen/Qwen2.5-0.5B, -1.5B, -7B).
 _COMMON = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -44,18 +46,24 @@ _FIRST_QWEN3_TOKEN = 151665
 
 
 def write_model(size: str, folder: Path, tokenizer: Path, tokenizer_config: Path) -> None:
-    """Makes the folder. Raises OSError, ValueError (a file that is not JSON)."""
+    """Makes the folder. Raises: OSError; LoadTestError for a file that is no tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     config = _COMMON | dict(zip(_FIELDS, _SHAPES[size], strict=True))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    content = json.loads(_read(tokenizer))
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < _FIRST_QWEN3_TOKEN]
-    (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False))
+    try:
+        content = json.loads(_read(tokenizer))
+        content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < _FIRST_QWEN3_TOKEN]
+    except (ValueError, KeyError, TypeError) as error:
+        raise LoadTestError(f"{tokenizer} is no tokenizer.json: {error!r}") from error
+    (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
     (folder / "tokenizer_config.json").write_bytes(_read(tokenizer_config))
 
 
 def _read(path: Path) -> bytes:
-    return lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+    try:
+        return lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+    except lzma.LZMAError as error:
+        raise LoadTestError(f"{path} cannot be decompressed: {error}") from error
 
 
 @click.command()
@@ -65,7 +73,10 @@ def _read(path: Path) -> bytes:
 @click.option("--tokenizer-config", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def main(**arguments: Any) -> None:
     """Writes a folder with Qwen2.5's shape and tokenizer, and no weights."""
-    write_model(**arguments)
+    try:
+        write_model(**arguments)
+    except (OSError, LoadTestError) as error:
+        raise click.ClickException(str(error)) from error
 
 
 if __name__ == "__main__":

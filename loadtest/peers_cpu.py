@@ -23,7 +23,7 @@ import click
 from loadtest.datasets import Sampling
 from loadtest.environment import environment
 from loadtest.records import LoadTestError, Target
-from loadtest.report import result_json, save
+from loadtest.report import check_folder, result_json, save
 from loadtest.serve import LoadTest
 from loadtest.tables import ROWS, rows_table
 
@@ -159,17 +159,30 @@ def _answer(process: "subprocess.Popen[str]", name: str) -> dict[str, Any]:
     line = process.stdout.readline() if process.stdout else ""
     if not line.startswith("{"):
         raise LoadTestError(f"{name} ended with status {process.wait()}; it needs its package: see --help")
-    fields: dict[str, Any] = json.loads(line)
+    try:
+        fields: dict[str, Any] = json.loads(line)
+    except ValueError as error:
+        raise LoadTestError(f"{name} said no JSON: {line[:200]!r}") from error
     return fields
+
+
+def _counts(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
+    if not all(each.strip().isdecimal() and int(each) > 0 for each in value.split(",")):
+        raise click.BadParameter(f"{value!r} is not a list of whole numbers from 1 on", ctx, param)
+    return [int(each) for each in value.split(",")]
 
 
 @click.command()
 @click.argument("model")
-@click.option("--llama-python", type=click.Path(exists=True, path_type=Path), help="Python that has xllamacpp.")
 @click.option(
-    "--transformers-python", type=click.Path(exists=True, path_type=Path), help="Python that has transformers."
+    "--llama-python", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Python that has xllamacpp."
 )
-@click.option("--streams", default="1,16", show_default=True)
+@click.option(
+    "--transformers-python",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Python that has transformers.",
+)
+@click.option("--streams", default="1,16", callback=_counts, show_default=True)
 @click.option("--input-len", type=click.IntRange(min=2), default=64, show_default=True)
 @click.option("--output-len", type=click.IntRange(min=2), default=64, show_default=True)
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Medians are shown.")
@@ -178,9 +191,11 @@ def _answer(process: "subprocess.Popen[str]", name: str) -> dict[str, Any]:
 @click.option("--output-json", type=click.Path(dir_okay=False, path_type=Path))
 def main(model: str, llama_python: Path | None, transformers_python: Path | None, **params: Any) -> None:
     """Measure this server with MODEL, a GGUF file, beside those peers whose interpreter is given."""
-    shape, counts = Shape(params["input_len"], params["output_len"]), [int(n) for n in params["streams"].split(",")]
+    shape, counts = Shape(params["input_len"], params["output_len"]), params["streams"]
     repeat, threads, dtype = params["repeat"], params["threads"], params["dtype"]
     try:
+        if params["output_json"]:
+            check_folder(params["output_json"].parent)
         with ExitStack() as stack:
             peers = [stack.enter_context(fulcrum(model, shape, max(counts), threads, dtype))]
             if llama_python:
@@ -202,7 +217,7 @@ def main(model: str, llama_python: Path | None, transformers_python: Path | None
         click.echo(rows_table(rows, ROWS["peers"]))
         if params["output_json"]:
             save(fields, params["output_json"])
-    except LoadTestError as error:
+    except (LoadTestError, OSError) as error:  # the latter: a program that cannot be started, or has ended
         raise click.ClickException(str(error)) from error
 
 

@@ -4,6 +4,7 @@ It starts `fulcrum serve` with random weights, sends the rows of suite_rows.py t
 this machine, and writes a result file for each run: that of `fulcrum bench serve`, and what the server counted.
 """
 
+import math
 import os
 import shlex
 import signal
@@ -21,7 +22,7 @@ import click
 
 from loadtest.datasets import Sampling
 from loadtest.records import Chain, LoadTestError
-from loadtest.report import result_json, save, warnings
+from loadtest.report import check_folder, result_json, save, warnings
 from loadtest.serve import LoadTest
 from loadtest.suite_report import PER_STEP, Fields, card_text, head, line, medians, summary
 from loadtest.suite_rows import GROUPS, ROWS, Row, gate, mixed_lengths, mixed_prompts, select
@@ -100,8 +101,7 @@ class Suite:
         """Seconds, as the reference took."""
         if not row.compared_with:
             return _ROW_SECONDS + (self.seconds + _DRAIN_SECONDS if row.dataset == "mixed" else 0)
-        rates = {each["load"]: each["request_throughput"] for each in self.reference["rows"]}
-        return float(_ROW_SECONDS + row.count / rates[row.compared_with])
+        return _ROW_SECONDS + row.count / reference_rates(self.reference)[row.compared_with]
 
     def _measured(self, server: Server, row: Row, repeat: int, settings: Sequence[str]) -> Fields | LoadTestError:
         try:
@@ -176,6 +176,14 @@ class Suite:
         }
 
 
+def reference_rates(reference: Mapping[str, Any]) -> dict[str, float]:
+    """Requests per second of a reference, by load. Raises: LoadTestError for a file of another form."""
+    try:
+        return {each["load"]: float(each["request_throughput"]) for each in reference["rows"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise LoadTestError(f"the reference is no file of rows with load and request_throughput: {error!r}") from error
+
+
 def chains_of(row: Row, test: LoadTest) -> Sequence[Chain]:
     """The requests of a row, as the test samples them. Raises: LoadTestError."""
     if row.dataset == "mixed":
@@ -193,6 +201,12 @@ def _ended(signum: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + signum)
 
 
+def _positive(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    if not value > 0 or (math.isinf(value) and param.name != "time_limit"):
+        raise click.BadParameter(f"{value} is no number above 0", ctx, param)
+    return value
+
+
 @click.command()
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("server_options", nargs=-1)
@@ -202,10 +216,27 @@ def _ended(signum: int, frame: FrameType | None) -> NoReturn:
 @click.option("--result-dir", type=click.Path(file_okay=False, path_type=Path), required=True)
 @click.option("--sharegpt", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="File of the sg rows.")
 @click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Runs; medians are compared.")
-@click.option("--seconds", type=float, default=300.0, show_default=True, help="How long card24 begins requests.")
-@click.option("--time-limit", type=float, default=float("inf"), help="Seconds for all, servers' starts included.")
-@click.option("--start-seconds", type=float, default=300.0, show_default=True, help="For a server's start.")
-@click.option("--workers", type=int, default=max(1, min(4, (os.cpu_count() or 1) // 4)), show_default=True)
+@click.option(
+    "--seconds",
+    type=float,
+    callback=_positive,
+    default=300.0,
+    show_default=True,
+    help="How long card24 begins requests.",
+)
+@click.option(
+    "--time-limit",
+    type=float,
+    callback=_positive,
+    default=float("inf"),
+    help="Seconds for all, servers' starts included.",
+)
+@click.option(
+    "--start-seconds", type=float, callback=_positive, default=300.0, show_default=True, help="For a server's start."
+)
+@click.option(
+    "--workers", type=click.IntRange(min=1), default=max(1, min(4, (os.cpu_count() or 1) // 4)), show_default=True
+)
 @click.option("--reference", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=REFERENCE)
 @click.option("--commit", help="For the result files, where this is a copy without git.")
 @click.option("--gate", "gated", is_flag=True, help="Say which of the project's targets are met.")
@@ -218,6 +249,10 @@ def main(
         rows, reference = select(names), read_result(params["reference"])
         if params["sharegpt"] is None and any(row.dataset == "sharegpt" for row in rows):
             raise LoadTestError("the sg rows need --sharegpt FILE")
+        compared = {row.compared_with for row in rows if row.compared_with}
+        if missing := compared - reference_rates(reference).keys():
+            raise LoadTestError(f"{params['reference']} has no rate of {', '.join(sorted(missing))}")
+        check_folder(result_dir)
     except LoadTestError as error:
         raise click.ClickException(str(error)) from error
     suite = Suite(

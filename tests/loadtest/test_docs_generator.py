@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from loadtest import dummy_model
 from loadtest.docs import FOLDER, main, render
 from loadtest.records import LoadTestError
 
@@ -215,3 +216,38 @@ def test_the_reference_has_every_row_of_the_page_it_was_taken_from():
     assert rows["sg, 2,000 at once, 4 API processes"]["output_throughput"] == 18662
     assert rows["rnd1k, concurrency 256"]["p99_ttft_ms"] == pytest.approx(5884, abs=1)
     assert all(row["request_throughput"] > 0 and row["output_throughput"] > 0 for row in rows.values())
+
+
+def test_files_that_cannot_be_read_or_written_are_told(tmp_path):
+    def said():
+        ran = CliRunner().invoke(main, ["--folder", str(tmp_path)])
+        assert ran.exit_code == 1
+        return ran.stderr
+
+    assert said().startswith("Error: [Errno 2]")
+    template = tmp_path / "benchmarks.md.in"
+    template.write_bytes(b"\xff")
+    assert said().startswith("Error: 'utf-8' codec")
+    template.write_text("text")
+    (tmp_path / "benchmarks.md").mkdir()
+    assert said().startswith("Error: [Errno 21]")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.json", b"{", "is no tokenizer.json"),
+        ("t.json", b"\xff", "is no tokenizer.json"),
+        ("t.json", b"{}", "is no tokenizer.json"),
+        ("t.json.xz", b"{}", "cannot be decompressed"),
+    ],
+)
+def test_a_tokenizer_of_another_form_is_told(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    options = ["--tokenizer", str(path), "--tokenizer-config", str(path)]
+    ran = CliRunner().invoke(dummy_model.main, ["0.5B", str(tmp_path / "model"), *options])
+    assert ran.exit_code == 1
+    assert message in ran.stderr
+    ran = CliRunner().invoke(dummy_model.main, ["0.5B", str(path / "model"), *options])
+    assert (ran.exit_code, ran.stderr.startswith("Error: [Errno 20]")) == (1, True)

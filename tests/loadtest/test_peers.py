@@ -110,3 +110,23 @@ def test_a_missing_interpreter_is_a_wrong_option():
 )
 def test_the_command_of_a_result_names_no_folder_and_no_key(arguments, shown, tmp_path):
     assert command([argument.format(folder=tmp_path) for argument in arguments]) == shown
+
+
+@pytest.mark.parametrize("streams", ["0", "a", "1,,2", "-1", "1.5"])
+def test_streams_are_whole_numbers(streams):
+    ran = CliRunner().invoke(main, ["model.gguf", "--streams", streams])
+    assert (ran.exit_code, "--streams" in ran.stderr) == (2, True)
+
+
+def test_a_program_that_cannot_be_started_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(peers_cpu.sys, "executable", str(tmp_path / "nowhere"))
+    ran = CliRunner().invoke(main, ["model.gguf"])
+    assert (ran.exit_code, ran.stderr.startswith("Error: [Errno 2]")) == (1, True)
+
+
+def test_a_peer_that_says_no_json_is_told():
+    with (
+        peers_cpu._program([sys.executable, "-c", "print('{nonsense')"]) as process,
+        pytest.raises(LoadTestError, match="peer said no JSON"),
+    ):
+        peers_cpu._answer(process, "peer")

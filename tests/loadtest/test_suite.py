@@ -184,3 +184,27 @@ def test_load_that_hangs_is_given_up(mock_server):
         done = test.run(test.chains())
     assert (done.unfinished, done.result.completed) == (40, 0)
     assert 0.3 <= done.result.duration < 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--seconds", "nan"], 2, "--seconds"),
+        (["--seconds", "inf"], 2, "--seconds"),
+        (["--time-limit", "0"], 2, "--time-limit"),
+        (["--start-seconds", "-1"], 2, "--start-seconds"),
+        (["--workers", "0"], 2, "--workers"),
+        (["--reference", "{folder}/binary"], 1, "cannot be read"),
+        (["--reference", "{folder}/other"], 1, "no file of rows"),
+        (["--reference", "{folder}/none"], 1, "has no rate of rnd1k, concurrency 1"),
+        (["--result-dir", "{folder}/binary/x"], 1, "cannot be written"),
+    ],
+)
+def test_what_cannot_be_run_is_told_first(tmp_path, arguments, status, message):
+    (tmp_path / "binary").write_bytes(b"\xff")
+    (tmp_path / "other").write_text('{"rows": [3]}')
+    (tmp_path / "none").write_text('{"rows": []}')
+    given = [each.format(folder=tmp_path) for each in arguments]
+    ran = CliRunner().invoke(suite.main, [str(tmp_path), "--rows", "rnd1k", "--result-dir", str(tmp_path), *given])
+    assert (ran.exit_code, message in ran.stderr) == (status, True), ran.output
+    assert "Traceback" not in ran.stderr
