@@ -259,7 +259,7 @@ def target(params: dict[str, Any]) -> "Target":
         url = f"http://{url}"
     try:
         parts = urlsplit(url)
-        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and _plain(url)
     except ValueError:
         known = False
     if not known:
@@ -267,6 +267,10 @@ def target(params: dict[str, Any]) -> "Target":
     headers = {name.lower(): value for name, value in _pairs(params["header"], "--header").items()}
     if (key := os.environ.get("OPENAI_API_KEY")) and "authorization" not in headers:
         headers["authorization"] = f"Bearer {key}"
+    if wrong := [name for name, value in headers.items() if not _plain(name + value)]:
+        raise click.BadParameter(f"{wrong[0]!r} has more than printable ASCII", param_hint="--header")
+    if not _plain(params["endpoint"] or ""):
+        raise click.BadParameter("a path is printable ASCII", param_hint="--endpoint")
     try:
         extra = dict(json.loads(params.get("extra_body") or "{}"))
     except (ValueError, TypeError) as error:
@@ -281,6 +285,11 @@ def target(params: dict[str, Any]) -> "Target":
         ignore_eos=params.get("ignore_eos", False),
         extra_body=extra,
     )
+
+
+def _plain(text: str) -> bool:
+    """Whether it can stand in the head of a request."""
+    return text.isascii() and text.isprintable()
 
 
 def _objectives(texts: Sequence[str]) -> dict[str, float]:

@@ -187,7 +187,7 @@ async def _http(target: Target) -> "AsyncGenerator[httpx.AsyncClient, None]":
     try:
         async with httpx.AsyncClient(base_url=target.url, headers=target.headers, timeout=60) as client:
             yield client
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise LoadTestError(f"{target.url} cannot be asked: {error or type(error).__name__}") from error
 
 

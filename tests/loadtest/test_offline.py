@@ -62,6 +62,11 @@ def test_what_cannot_be_measured_is_told(tiny_model, tmp_path):
     ran = CliRunner().invoke(main, [*command, "--random-input-len", "40000"])
     assert ran.exit_code == 1
     assert "Traceback" not in ran.stderr
+    path.write_text('{"prompt": null}')
+    ran = CliRunner().invoke(main, [*command, "--dataset-name", "custom", "--dataset-path", str(path)])
+    assert (ran.exit_code, "line 1 is not of the form" in ran.stderr) == (1, True)
+    ran = CliRunner().invoke(main, ["bench", "prefix", "--simulate", "--trace", str(path)])
+    assert (ran.exit_code, "line 1 is not of the form" in ran.stderr) == (1, True)
     ran = CliRunner().invoke(main, [*command, "--page-size", "3"])
     assert ran.exit_code == 2
 

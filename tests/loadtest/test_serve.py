@@ -296,6 +296,8 @@ def test_unreachable_servers_are_failures_or_a_clear_error(load_test, unused_por
     assert done.result.failed == 8
     assert "cannot connect" in done.records[0].error
     with pytest.raises(LoadTestError, match="cannot be asked"):
+        load_test(f"http://{'a' * 64}.test", model="").prepared()
+    with pytest.raises(LoadTestError, match="cannot be asked"):
         load_test(f"http://127.0.0.1:{unused_port}", model="").prepared()
 
 
@@ -385,6 +387,10 @@ def test_fail_on_error_is_an_exit_status(mock_server, prompts):
         (["--metric-percentiles", "50,101"], "within 0 to 100"),
         (["--base-url", "ftp://x"], "not http"),
         (["--base-url", "http://x:99999"], "not http"),
+        (["--base-url", "http://\u65e5\u672c"], "not http"),
+        (["--header", "a=\u65e5"], "--header"),
+        (["--header", "a=b\r\nc: d"], "--header"),
+        (["--endpoint", "/a b\n"], "--endpoint"),
         (["--request-rate", "0"], "--request-rate"),
         (["--request-rate", "nan"], "--request-rate"),
         (["--burstiness", "nan"], "--burstiness"),
