@@ -13,7 +13,8 @@ import pytest
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
 from loadtest.datasets import Sampling
-from loadtest.records import Chain, Target
+from loadtest.grpc_client import GrpcClient
+from loadtest.records import Chain, Prompt, Record, Target
 from loadtest.serve import LoadTest
 from loadtest.tokens import RemoteTokenizer, served_model
 
@@ -192,3 +193,16 @@ def test_tokenizer_of_an_http_server(mock_server):
 
     with mock_server(answer) as server:
         check_tokenizer(Target("openai", server.url, "/v1/completions", "served", {}, {}))
+
+
+@pytest.mark.parametrize("content", ["half a character: \ud800", [2**32], []])
+def test_a_prompt_that_cannot_be_sent_fails_alone(unused_port, content):
+    async def send():
+        client, record = GrpcClient(Target("grpc", f"http://127.0.0.1:{unused_port}", "", "m", {}, {})), Record()
+        await client.send(Prompt(content, 5), record)
+        await client.close()
+        return record
+
+    record = asyncio.run(send())
+    assert record.error.startswith("cannot be sent")
+    assert record.start > 0
