@@ -611,6 +611,7 @@ def _read_all(mock_server, load_test, workers):
     return done
 
 
+@pytest.mark.full  # compares CPU times, which a busy machine stretches
 def test_workers_divide_the_work_of_reading(mock_server, load_test):
     one, two = (_read_all(mock_server, load_test, workers) for workers in (1, 2))
     seconds_one = one.usages[0].mean * one.result.duration
