@@ -16,6 +16,8 @@ from engine.model.errors import ModelError
 from engine.model.weights import fill_dummy, load_weights
 from kernels.linear import cpu_computes_bfloat16
 
+CUDA_BUDGET = 0.9  # of the device's memory, where memory_budget is not set
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -78,6 +80,26 @@ def find_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ModelError(f"device {name!r} is not available here")
     return device
+
+
+def allowed_bytes(budget: int | float | None, memory: int, default: int | float) -> int:
+    """What the memory_budget allows of a device's `memory` bytes. Raises ModelError: it is more than that."""
+    wanted = default if budget is None else budget
+    allowed = int(wanted * memory) if isinstance(wanted, float) else wanted
+    if allowed > memory:  # a pool on the CPU takes its memory only when it fills: it would die then, not now
+        raise ModelError(f"memory_budget is {allowed} bytes, and the device has {memory}")
+    return allowed
+
+
+def pages_within(left: int, page_bytes: int, page_size: int) -> int:
+    """Pages of the KV pool that fit into the `left` bytes. Raises ModelError: none does."""
+    pages = left // page_bytes
+    if pages < 1:
+        raise ModelError(
+            f"memory_budget leaves {max(left, 0)} bytes for the KV pool, and one page of {page_size} tokens"
+            f" takes {page_bytes}"
+        )
+    return pages
 
 
 def _usable_cores() -> int:

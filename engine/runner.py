@@ -9,17 +9,15 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.device import LoadedModel
+from engine.device import CUDA_BUDGET, LoadedModel, allowed_bytes, pages_within
 from engine.logits import load_logits_processors
 from engine.model.config import ModelConfig
-from engine.model.errors import ModelError
 from engine.request import SamplingParams
 from engine.sampler import Sampler
 from engine.step import RowInit, RowWork, Sample, Step, StepResult
 from kernels.attention import Query, plan_attention
 
 _CPU_BUDGET = 2 << 30  # bytes of KV
-_CUDA_BUDGET = 0.9  # of the device's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,20 +174,8 @@ class ModelRunner:
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         else:
             memory = torch.cuda.get_device_properties(self.device).total_memory
-        budget = config.memory_budget
-        if budget is None:
-            budget = min(_CPU_BUDGET, memory) if on_cpu else _CUDA_BUDGET
-        allowed = int(budget * memory) if isinstance(budget, float) else budget
-        if allowed > memory:  # a pool on the CPU takes its memory only when it fills: it would die then, not now
-            raise ModelError(f"memory_budget is {allowed} bytes, and the device has {memory}")
-        left = allowed if on_cpu else allowed - self._peak_bytes()
-        pages = left // self.page_bytes
-        if pages < 1:
-            raise ModelError(
-                f"memory_budget leaves {max(left, 0)} bytes for the KV pool, and one page of {self._page_size} tokens"
-                f" takes {self.page_bytes}"
-            )
-        return pages
+        allowed = allowed_bytes(config.memory_budget, memory, min(_CPU_BUDGET, memory) if on_cpu else CUDA_BUDGET)
+        return pages_within(allowed if on_cpu else allowed - self._peak_bytes(), self.page_bytes, self._page_size)
 
     def _peak_bytes(self) -> int:
         """Most device memory in use while the largest step runs over a pool just large enough for it."""

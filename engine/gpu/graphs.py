@@ -6,6 +6,7 @@ sizes do; above 512 cuBLAS takes longer for 576 rows than for 640 (11.9 and 11.3
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
@@ -31,16 +32,11 @@ def padded(count: int, sizes: list[int]) -> int:
 
 
 class Graphs:
-    """CUDA graphs by key; what was not recorded is launched as it is.
+    """CUDA graphs by key, which share their memory; what was not recorded is launched as it is."""
 
-    Args:
-        stream: that everything runs in.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream = stream
+    def __init__(self) -> None:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._pool = None if stream is None else torch.cuda.graph_pool_handle()
+        self._pool: Any = None  # torch's handle, made with the first graph
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -57,12 +53,9 @@ class Graphs:
         """Launches once, so that everything is compiled and initialised, then records."""
         launch()
         graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         # Not torch.cuda.graph(): it collects garbage and synchronises every time.
         graph.capture_begin(pool=self._pool)
         launch()
         graph.capture_end()
         self._graphs[key] = graph
-
-    def clear(self) -> None:
-        """Forgets all."""
-        self._graphs.clear()

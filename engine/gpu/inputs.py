@@ -66,12 +66,15 @@ class StepInputs:
         ]
         self.tiles = parts[7].view(tiles, 4)
 
-    def send(self, step: Step, lengths: Ints, pad: Callable[[Shape], Shape]) -> Shape:
+    def send(self, step: Step, lengths: Ints, pad: Callable[[Shape], Shape]) -> tuple[Shape, Ints, Ints]:
         """Copies a step's works and samples to the device, in the order of its stream.
 
         Args:
             lengths: tokens that each row has so far; one more for every sample afterwards.
             pad: makes the shape larger where that is wanted.
+
+        Returns:
+            The shape; and for each sample its row, and how many tokens that had.
         """
         host = pinned(self._all.numel(), self._all.device)
         array: Ints = host.numpy()
@@ -104,13 +107,14 @@ class StepInputs:
         token_of = np.empty(len(works), np.int32)
         token_of[order] = ends - 1
         last[:count] = token_of[samples[:, 0]]
-        sample_rows[:count] = samples[:, 1]
-        sample_lengths[:count] = lengths[samples[:, 1]]
-        lengths[samples[:, 1]] += 1
+        drawn_rows = samples[:, 1]
+        known = lengths[drawn_rows]
+        sample_rows[:count], sample_lengths[:count] = drawn_rows, known
+        lengths[drawn_rows] += 1
         last[count:padded_samples], sample_rows[count:padded_samples] = 0, -1
         sample_lengths[count:padded_samples] = 0
         self._all.copy_(host, non_blocking=True)
-        return shape
+        return shape, drawn_rows, known
 
 
 class Changes(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.device import LoadedModel
+from engine.device import CUDA_BUDGET, LoadedModel, allowed_bytes, pages_within
 from engine.gpu.forward import Forward
 from engine.gpu.graphs import Graphs, padded, sample_sizes, token_sizes
 from engine.gpu.inputs import Ints, RowState, Shape, StepInputs, on_device, pinned
@@ -28,7 +28,6 @@ from engine.step import DeviceLost, PageUpdate, RowInit, RowWork, Sample, Step, 
 from kernels.gpu import sampling
 from kernels.gpu.rows import append_tokens, copy_pages, write_runs
 
-_BUDGET = 0.9  # of the device's memory
 _MOST_ROWS = 1024  # what the kernels hold
 # Samples that are drawn anew at once, and how many float32 copies of them that takes.
 _ADJUSTED, _ADJUSTED_COPIES = 64, 8
@@ -81,7 +80,7 @@ class GpuRunner:
         self._ended: torch.cuda.Event | None = None
         self._record = config.cuda_graphs and self._cuda
         self._sample_sizes, self._token_sizes = sample_sizes(rows), token_sizes(tokens)
-        self._graphs = Graphs(self._stream)
+        self._graphs = Graphs()
         with torch.inference_mode(), self._on_stream():
             vocab_size = self.model_config.vocab_size
             self._forward = Forward(model, max_tokens=tokens, max_samples=rows)
@@ -111,11 +110,9 @@ class GpuRunner:
             changes = self._state.changes(step, _packed)
             if changes is not None:
                 write_runs(changes.runs, changes.payload, self._state.flat, changes.longest)
-            rows: Ints = np.fromiter((sample.row for sample in step.samples), np.int32, len(step.samples))
-            lengths = self._num_tokens[rows]
             began = self._event()
             if step.works:
-                shape = self._inputs.send(step, self._num_tokens, self._padded)
+                shape, rows, lengths = self._inputs.send(step, self._num_tokens, self._padded)
                 self._run("chunks" if shape.chunks else "decodes", shape.tokens)
                 if shape.num_samples:
                     self._run_head(shape, rows, lengths, step.masks)
@@ -124,7 +121,7 @@ class GpuRunner:
             ended = self._event()
             host = pinned(self._sampled.numel(), self.device).view(self._sampled.shape)
             host.copy_(self._sampled, non_blocking=True)
-            return Launched(host, len(rows), began, ended, self._event())
+            return Launched(host, len(step.samples), began, ended, self._event())
 
     def collect(self, launched: Launched) -> StepResult:
         """Waits for a launched step and returns what it sampled."""
@@ -241,10 +238,7 @@ class GpuRunner:
             assert isinstance(config.memory_budget, int)
             return config.memory_budget // self.page_bytes
         total = torch.cuda.get_device_properties(self.device).total_memory
-        budget = _BUDGET if config.memory_budget is None else config.memory_budget
-        allowed = int(budget * total) if isinstance(budget, float) else budget
-        if allowed > total:
-            raise ModelError(f"memory_budget is {allowed} bytes, and the device has {total}")
+        allowed = allowed_bytes(config.memory_budget, total, CUDA_BUDGET)
         for key in self._trial_keys():
             self._launch(*key)
         taken = self._taken()
@@ -252,17 +246,11 @@ class GpuRunner:
             for key in self._trial_keys():
                 self._graphs.record(key, partial(self._launch, *key))
             taken += (self._taken() - taken) * len(self._graph_keys()) // len(self._graphs)
-            self._graphs = Graphs(self._stream)
+            self._graphs = Graphs()
         # Logits drawn anew: copies of them, and with penalties of the rows' histories.
         adjusting = _ADJUSTED * (_ADJUSTED_COPIES * self.model_config.vocab_size * 4 + 24 * self.max_model_len)
-        left = allowed - taken - adjusting - _SPARE_BYTES
-        pages = left // self.page_bytes - 1
-        if pages < 1:
-            raise ModelError(
-                f"memory_budget leaves {max(left, 0)} bytes for the KV pool, and one page of {self._page_size} tokens"
-                f" takes {self.page_bytes}"
-            )
-        return pages
+        padding_page = self.page_bytes
+        return pages_within(allowed - taken - adjusting - _SPARE_BYTES - padding_page, self.page_bytes, self._page_size)
 
     def _taken(self) -> int:
         torch.cuda.synchronize(self.device)
