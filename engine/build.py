@@ -25,22 +25,6 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[EngineCo
     """
     runner = _runner(config, load_model(config, progress=progress))
     model, limits = runner.model_config, config.step_limits(runner.device.type)
-    kind = StaticScheduler if config.scheduler == "static" else Scheduler
-    grammars = Grammars()
-    scheduler = kind(
-        num_pages=runner.num_pages,
-        page_size=config.page_size,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_model_len=runner.max_model_len,
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        prefix_cache=config.prefix_cache,
-        chunked_prefill=config.chunked_prefill,
-        reserve_full_length=config.reserve_full_length,
-        seed=config.seed,
-        grammars=grammars,
-    )
     runner.warm_up()
     info = CoreInfo(
         architecture=model.architecture,
@@ -55,8 +39,29 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[EngineCo
         max_num_batched_tokens=limits.max_num_batched_tokens,
         version=importlib.metadata.version("fulcrum-llm"),
     )
+    grammars = Grammars()
+    scheduler = new_scheduler(config, info, grammars)
     overlap = int(config.overlap and runner.device.type == "cuda")
     return EngineCore(scheduler, runner, overlap=overlap, grammars=grammars), info
+
+
+def new_scheduler(config: EngineConfig, info: CoreInfo, grammars: Grammars | None = None) -> Scheduler:
+    """An empty scheduler as the settings say, for an engine of this description."""
+    kind = StaticScheduler if config.scheduler == "static" else Scheduler
+    return kind(
+        num_pages=info.num_pages,
+        page_size=info.page_size,
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        prefix_cache=config.prefix_cache,
+        chunked_prefill=config.chunked_prefill,
+        reserve_full_length=config.reserve_full_length,
+        seed=config.seed,
+        grammars=grammars,
+    )
 
 
 def _runner(config: EngineConfig, model: LoadedModel) -> "ModelRunner | GpuRunner":

@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from engine.build import build_core
+from engine.build import build_core, new_scheduler
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.messages import CoreInfo
 from engine.request import FinishReason, Request, RequestRejected, SamplingParams
 from engine.scheduler import Scheduler
-from engine.static_scheduler import StaticScheduler
 from loadtest.metrics import metrics
 from loadtest.records import LoadTestError, Record
 
@@ -271,20 +271,8 @@ def _run(core: EngineCore, scheduler: Scheduler, jobs: Sequence[Job], load: Load
 
 def _scheduler(config: EngineConfig, rung: Rung, info: CoreInfo, pages: int) -> Scheduler:
     """A fresh scheduler for an engine that is there already: its cache is empty, its counters are 0."""
-    kind = StaticScheduler if rung.switches["scheduler"] == "static" else Scheduler
-    return kind(
-        num_pages=pages,
-        page_size=info.page_size,
-        max_num_seqs=info.max_num_seqs,
-        max_num_batched_tokens=info.max_num_batched_tokens,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        eos_token_ids=info.eos_token_ids,
-        prefix_cache=rung.switches["prefix_cache"],
-        chunked_prefill=rung.switches["chunked_prefill"],
-        reserve_full_length=rung.switches["reserve_full_length"],
-        seed=0,
-    )
+    pool = msgspec.structs.replace(info, num_pages=pages)
+    return new_scheduler(replace(config, **rung.switches, seed=0), pool)
 
 
 def _pages(info: CoreInfo, kv_tokens: int | None) -> int:
