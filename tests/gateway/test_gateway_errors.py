@@ -248,7 +248,8 @@ def test_deadlines(http, gateway, engine, kit, stream):
     engine.script = kit.hangs(kit.accepted(), kit.delta("x"))
     headers = {"x-request-timeout": "0.5"}
     answer = http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT | {"stream": stream}, headers=headers)
-    assert 0 < engine.calls[0].time_remaining <= 0.5
+    # gRPC rounds the time that it sends up.
+    assert 0 < engine.calls[0].time_remaining < 0.6
     if stream:
         assert answer.status_code == 200
         assert kit.events(answer.text)[-1]["error"]["code"] == "timeout"
