@@ -39,6 +39,9 @@ def create_app(config: GatewayConfig) -> FastAPI:
     for path, endpoint, methods in (
         ("/v1/chat/completions", routes.chat_completions, ["POST"]),
         ("/v1/completions", routes.completions, ["POST"]),
+        ("/v1/responses", routes.responses, ["POST"]),
+        ("/v1/responses/{id:path}", routes.stored_response, ["GET", "DELETE"]),
+        ("/v1/embeddings", routes.embeddings, ["POST"]),
         ("/v1/models", routes.models, ["GET"]),
         ("/v1/models/{name:path}", routes.model, ["GET"]),
         ("/tokenize", routes.tokenize, ["POST"]),

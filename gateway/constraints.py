@@ -35,6 +35,37 @@ class ResponseFormat(_Body):
             raise ValueError("json_schema is needed with the type json_schema, and only there")
         return self
 
+    @property
+    def given(self) -> list["Given"]:
+        """What it asks for, if anything."""
+        if self.json_schema is not None:
+            return [Given("response_format.json_schema.schema", "json_schema", _text(self.json_schema.schema_))]
+        return [Given("response_format", "json_object", True)] if self.type == "json_object" else []
+
+
+class TextFormat(_Body):
+    """OpenAI's `text.format`: the same, flat."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def schema_where_it_belongs(self) -> "TextFormat":
+        """A schema with json_schema, and only there."""
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("schema is needed with the type json_schema, and only there")
+        return self
+
+    @property
+    def given(self) -> list["Given"]:
+        """What it asks for, if anything."""
+        if self.schema_ is not None:
+            return [Given("text.format.schema", "json_schema", _text(self.schema_))]
+        return [Given("text.format", "json_object", True)] if self.type == "json_object" else []
+
 
 class StructuredOutputs(_Body):
     """vLLM's `structured_outputs`: one of these."""
@@ -54,20 +85,13 @@ class Given(NamedTuple):
     value: str | bool | list[str]
 
 
-def given_constraints(
-    response_format: ResponseFormat | None, structured: StructuredOutputs | None, guided: dict[str, Any]
-) -> list[Given]:
-    """Every constraint that a request has (more than one is too many).
+def given_constraints(structured: StructuredOutputs | None, guided: dict[str, Any]) -> list[Given]:
+    """The constraints in vLLM's fields.
 
     Args:
         guided: values of guided_json, guided_regex, guided_choice and guided_grammar, by the part behind guided_.
     """
-    found = []
-    if response_format is not None and response_format.type == "json_object":
-        found.append(Given("response_format", "json_object", True))
-    elif response_format is not None and response_format.json_schema is not None:
-        schema = response_format.json_schema.schema_
-        found.append(Given("response_format.json_schema.schema", "json_schema", _text(schema)))
+    found: list[Given] = []
     if structured is not None:
         values = structured.model_dump(by_alias=True)
         found += _fields("structured_outputs.", values)

@@ -105,7 +105,8 @@ def from_rpc(error: grpc.aio.AioRpcError, names: dict[str, str], label: str) -> 
 
     Args:
         error: as raised by grpc.
-        names: what this endpoint calls a field where PARAMS says otherwise (such as prompt -> messages).
+        names: what this endpoint calls a field where PARAMS says otherwise (such as prompt -> messages), or the
+            beginning of one (tools[0].function -> tools[0]).
         label: the request's x-request-id, for the log.
     """
     code = error.code()
@@ -171,5 +172,7 @@ def http_name(field: str, names: dict[str, str]) -> str:
     for group in GROUPS:
         field = field.removeprefix(group)
     stem, bracket, rest = field.partition("[")
-    stem = PARAMS.get(stem, stem)
-    return FUNCTION.sub(r"\1function.\2", names.get(stem, stem) + bracket + rest)
+    name = FUNCTION.sub(r"\1function.\2", PARAMS.get(stem, stem) + bracket + rest)
+    begun = [old for old in names if name == old or name.startswith((f"{old}.", f"{old}["))]
+    longest = max(begun, key=len, default="")
+    return names.get(longest, "") + name[len(longest) :]

@@ -5,6 +5,7 @@ import json
 from fulcrum.v1 import inference_pb2 as pb
 from gateway.constraints import Given
 from gateway.errors import ApiError
+from gateway.responses_schema import ResponsesRequest
 from gateway.schemas import (
     COMPLETION_MAX_TOKENS,
     ChatPrompt,
@@ -32,6 +33,13 @@ def chat_request(body: ChatRequest) -> pb.GenerateRequest:
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     request = shared_fields(body, max_tokens)
     request.chat.CopyFrom(chat(body))
+    return request
+
+
+def responses_request(body: ResponsesRequest, prompt: ChatPrompt) -> pb.GenerateRequest:
+    """The Generate of a response, whose chat is `prompt`."""
+    request = shared_fields(body, body.max_output_tokens)
+    request.chat.CopyFrom(chat(prompt))
     return request
 
 

@@ -16,8 +16,10 @@ from gateway.answer import Answer
 from gateway.config import GatewayConfig
 from gateway.engines import CallContext, EnginePool
 from gateway.errors import ApiError, from_rpc, no_engine
-from gateway.mapping import chat_request, completion_requests, tokenize_request
+from gateway.mapping import chat_request, completion_requests, responses_request, tokenize_request
 from gateway.metrics import CONTENT_TYPE, Metrics
+from gateway.responses_format import ResponsesFormat
+from gateway.responses_schema import ResponsesRequest, as_chat
 from gateway.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -27,7 +29,7 @@ from gateway.schemas import (
     parse,
     parse_tokenize,
 )
-from gateway.sse import ChatFormat, CompletionFormat, Ending, Format, Head, Said, event
+from gateway.sse import ChatFormat, CompletionFormat, Ending, Format, Head, Said
 from gateway.transport import EventStream, Write, read_json, unless_gone
 
 VERSION = version("fulcrum-llm")
@@ -68,6 +70,27 @@ class Routes:
             return CompletionFormat(head, choices, body.include_usage, echo)
 
         return await self._generate(request, body, completion_requests(body), form, {})
+
+    async def responses(self, request: Request) -> Response:
+        """POST /v1/responses."""
+        body = await self._body(request, partial(parse, ResponsesRequest))
+        prompt, names = as_chat(body)
+
+        def form(head: Head, choices: int) -> Format:
+            return ResponsesFormat(head, body)
+
+        return await self._generate(request, body, [responses_request(body, prompt)], form, names)
+
+    async def stored_response(self, request: Request) -> Response:
+        """GET and DELETE /v1/responses/{id}: none is kept."""
+        message = f"There is no response {request.path_params['id']!r:.200}: responses are not stored."
+        raise ApiError(404, message, param="response_id", code="response_not_found")
+
+    async def embeddings(self, request: Request) -> Response:
+        """POST /v1/embeddings."""
+        raise ApiError(
+            501, "Embeddings are not served: the model generates text.", "server_error", code="not_implemented"
+        )
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -140,7 +163,7 @@ class Routes:
         shape = form(head, answer.choices)
         if body.stream:
             source = partial(self._write, request, answer, shape, names)
-            return EventStream(source, self._config.heartbeat_seconds, answer.close)
+            return EventStream(source, self._config.heartbeat_seconds, answer.close, shape.failed)
         return JSONResponse(await self._engine(request, self._whole(request, answer, shape), names))
 
     async def _whole(self, request: Request, answer: Answer, shape: Format) -> dict[str, Any]:
@@ -172,9 +195,9 @@ class Routes:
                     await write(shape.piece(piece.index, piece.text))
             return shape.closing(answer.counts)
         except grpc.aio.AioRpcError as error:
-            return self._error_event(from_rpc(error, names, request.state.request_id))
+            return self._failed(shape, from_rpc(error, names, request.state.request_id))
         except ApiError as error:
-            return self._error_event(error)
+            return self._failed(shape, error)
         finally:
             self._done(request, answer)
 
@@ -185,9 +208,9 @@ class Routes:
         if answer.first_text_at is not None:
             self._metrics.first_text_seconds.observe(answer.first_text_at - request.state.arrival)
 
-    def _error_event(self, error: ApiError) -> bytes:
+    def _failed(self, shape: Format, error: ApiError) -> bytes:
         self._metrics.stream_errors.labels(str(error.status)).inc()
-        return event(error.body())
+        return shape.failed(error)
 
     async def _body(self, request: Request, read: Callable[[dict[str, Any]], T]) -> T:
         return await read_json(request, self._config.max_body_bytes, read)

@@ -1,7 +1,7 @@
 """What the HTTP endpoints take. Validates fields; knows nothing of gRPC."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -28,6 +28,7 @@ UInt32 = Annotated[int, Field(ge=0, le=UINT32_MAX)]
 # Only the first fault is told: a list of millions of them would keep every other request waiting.
 UInt32s = Annotated[list[UInt32], Field(fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # Fields that change nothing here: accepted with any value and ignored.
 IGNORED = frozenset({"user", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"})
@@ -42,6 +43,7 @@ UNSERVED: dict[str, tuple[object, ...]] = {
     "modalities": (None, ["text"]),
     "moderation": (None,),
     "prediction": (None,),
+    "prompt_cache_options": (None, {"mode": "implicit"}),
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
     "suffix": (None, ""),
@@ -55,6 +57,9 @@ class Body(BaseModel):
     """JSON types are meant strictly ("1" is no number) and a field that is not known is an error."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    ignored: ClassVar[frozenset[str]] = IGNORED
+    unserved: ClassVar[Mapping[str, tuple[object, ...]]] = UNSERVED
 
 
 def one_or_many(value: object) -> object:
@@ -140,10 +145,15 @@ class Sampling(Body):
     guided_grammar: str | None = None
 
     @property
+    def asked_format(self) -> list[Given]:
+        """What OpenAI's own field asks for."""
+        return self.response_format.given if self.response_format is not None else []
+
+    @property
     def constraint(self) -> Given | None:
         """What the answer must follow. Raises: ApiError 400 where there are several."""
         guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
-        given = given_constraints(self.response_format, self.structured_outputs, guided)
+        given = self.asked_format + given_constraints(self.structured_outputs, guided)
         if len(given) > 1:
             param = given[1].param
             message = f"Invalid '{param}': there is a '{given[0].param}' already, and one answer follows one of them."
@@ -255,7 +265,7 @@ class ChatPrompt(Body):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     # For templates that know it; others ignore it.
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
 
 
 class ChatRequest(Sampling, ChatPrompt):
@@ -311,9 +321,9 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 def parse(kind: type[B], fields: dict[str, Any]) -> B:
     """Validates the fields of a request. Raises: ApiError 400 that names the first one at fault."""
-    known = {name: value for name, value in fields.items() if name not in IGNORED}
-    for name in known.keys() & UNSERVED.keys():
-        if not any(type(known[name]) is type(idle) and known[name] == idle for idle in UNSERVED[name]):
+    known = {name: value for name, value in fields.items() if name not in kind.ignored}
+    for name in known.keys() & kind.unserved.keys():
+        if not any(type(known[name]) is type(idle) and known[name] == idle for idle in kind.unserved[name]):
             raise ApiError(400, f"'{name}' is not supported yet.", param=name, code="unsupported_parameter")
         del known[name]
     # Before pydantic gathers every one of them.

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from json.encoder import encode_basestring
 from typing import Any, NamedTuple
 
+from gateway.errors import ApiError
+
 DONE = b"data: [DONE]\n\n"
 ACCEPTED = b": accepted\n\n"
 HEARTBEAT = b": keep-alive\n\n"
@@ -117,15 +119,25 @@ class Said:
         """Its content."""
         return "".join(self._texts)
 
+    @property
+    def reasoning(self) -> str:
+        """What it thought before."""
+        return "".join(self._reasoning)
+
+    @property
+    def calls(self) -> list[CallPiece]:
+        """Its tool calls, each as one piece."""
+        return [
+            pieces[0]._replace(arguments="".join(piece.arguments for piece in pieces))
+            for _, pieces in sorted(self._calls.items())
+        ]
+
     def message(self) -> dict[str, Any]:
         """OpenAI's message."""
         text = self.text
         message = {"role": "assistant", "content": None if self._calls and not text else text, "refusal": None}
-        calls = [
-            pieces[0]._replace(arguments="".join(piece.arguments for piece in pieces)).whole()
-            for _, pieces in sorted(self._calls.items())
-        ]
-        return message | reasoned("".join(self._reasoning)) | ({"tool_calls": calls} if calls else {})
+        calls = [call.whole() for call in self.calls]
+        return message | reasoned(self.reasoning) | ({"tool_calls": calls} if calls else {})
 
 
 def reasoned(text: str) -> dict[str, str]:
@@ -134,7 +146,39 @@ def reasoned(text: str) -> dict[str, str]:
 
 
 class Format(ABC):
-    """One answer's JSON. Subclasses say what a choice looks like."""
+    """One answer's JSON, whole or as a stream of events."""
+
+    @abstractmethod
+    def opening(self) -> bytes:
+        """What is sent as soon as the request is accepted."""
+
+    @abstractmethod
+    def piece(self, index: int, text: str) -> bytes:
+        """A piece of a choice's text."""
+
+    @abstractmethod
+    def parts(self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece]) -> bytes:
+        """A piece of a choice that is not its text alone."""
+
+    @abstractmethod
+    def ending(self, index: int, ending: Ending) -> bytes:
+        """The last event of a choice."""
+
+    @abstractmethod
+    def closing(self, counts: TokenCounts) -> bytes:
+        """The end of a stream."""
+
+    @abstractmethod
+    def whole(self, choices: list[Said], endings: list[Ending], counts: TokenCounts) -> dict[str, Any]:
+        """The answer that is not streamed."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """The end of a stream that breaks."""
+        return event(error.body())
+
+
+class ChoicesFormat(Format):
+    """An answer of several choices. Subclasses say what one looks like."""
 
     id_prefix: str
     streamed_object: str
@@ -148,20 +192,12 @@ class Format(ABC):
         self._around = [self._halves(index) for index in range(choices)]
 
     @abstractmethod
-    def opening(self) -> bytes:
-        """What is sent as soon as the request is accepted."""
-
-    @abstractmethod
     def _streamed_choice(self, index: int, text: str | None) -> dict[str, Any]:
         """A choice in a chunk; text is None in its last one."""
 
     @abstractmethod
     def _whole_choice(self, index: int, said: Said) -> dict[str, Any]:
         """A choice of the answer that is not streamed."""
-
-    @abstractmethod
-    def parts(self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece]) -> bytes:
-        """A piece of a choice that is not its text alone."""
 
     def piece(self, index: int, text: str) -> bytes:
         """A piece of a choice's text."""
@@ -194,7 +230,7 @@ class Format(ABC):
         return before, after
 
 
-class ChatFormat(Format):
+class ChatFormat(ChoicesFormat):
     """chat.completion and chat.completion.chunk."""
 
     id_prefix = "chatcmpl-"
@@ -220,7 +256,7 @@ class ChatFormat(Format):
         return {"index": index, "message": said.message()}
 
 
-class CompletionFormat(Format):
+class CompletionFormat(ChoicesFormat):
     """text_completion. An echo (the prompt's text, for each choice) comes before the choice's own text."""
 
     id_prefix = "cmpl-"
@@ -228,7 +264,7 @@ class CompletionFormat(Format):
     whole_object = "text_completion"
 
     def __init__(self, head: Head, choices: int, nulls: bool, echo: list[str] | None) -> None:
-        """As Format."""
+        """As ChoicesFormat."""
         super().__init__(head, choices, nulls)
         self._echo = echo
 

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ApiError, going_down
 from gateway.schemas import parse_json
-from gateway.sse import HEARTBEAT, event
+from gateway.sse import HEARTBEAT
 
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -83,13 +83,23 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 class EventStream(Response):
     """Sends what a source writes, a comment when that is nothing for a while, and cancels it when the client goes."""
 
-    def __init__(self, source: Source, heartbeat_seconds: float, close: Callable[[], None]) -> None:
-        """`source` returns what comes last. `close` is called at the end, also when `source` was never begun."""
+    def __init__(
+        self,
+        source: Source,
+        heartbeat_seconds: float,
+        close: Callable[[], None],
+        failed: Callable[[ApiError], bytes],
+    ) -> None:
+        """`source` returns what comes last, `failed` what does when the drain ends before it.
+
+        `close` is called at the end, also when `source` was never begun.
+        """
         super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
         self._source = source
         self._heartbeat = heartbeat_seconds
         self._close = close
+        self._failed = failed
         self._last = 0.0
         self._begun = False
 
@@ -102,7 +112,7 @@ class EventStream(Response):
         except asyncio.CancelledError:  # the drain is over
             if not self._begun:
                 raise
-            await send({"type": "http.response.body", "body": event(going_down().body()), "more_body": False})
+            await send({"type": "http.response.body", "body": self._failed(going_down()), "more_body": False})
         finally:
             self._close()
 

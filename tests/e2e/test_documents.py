@@ -300,10 +300,12 @@ def test_curl_lines(run: Callable[[str], list[Ran]]) -> None:
 
 def test_the_openai_client(here: Callable[[str], str]) -> None:
     pieces = [block for block in blocks("docs/clients.md") if block.language == "python"]
-    made, chat, streamed, several, refused, together = execute(pieces, here)
+    made, chat, streamed, responses, several, refused, together = execute(pieces, here)
     assert made == ""
     assert "ravity" in chat
     assert streamed.endswith("\n16 tokens\n")
+    assert responses.startswith("incomplete ")
+    assert len(responses) > 40
     assert len(ast.literal_eval(several)) == 3
     assert refused == "400 invalid_value temperature\nthe client has gone, and the engine stopped\n"
     assert len(ast.literal_eval(together)) == 2

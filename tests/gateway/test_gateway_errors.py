@@ -222,7 +222,6 @@ def test_an_engine_that_does_not_accept_is_an_error(http, gateway, engine, kit):
     ("method", "path", "status", "code"),
     [
         ("GET", "/", 404, "unknown_url"),
-        ("POST", "/v1/embeddings", 404, "unknown_url"),
         ("GET", "/v1/chat/completions/", 404, "unknown_url"),
         ("GET", "/docs", 404, "unknown_url"),
         ("GET", "/openapi.json", 404, "unknown_url"),

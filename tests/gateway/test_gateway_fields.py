@@ -5,9 +5,13 @@ import json
 
 import pytest
 from google.protobuf.json_format import MessageToDict
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as response_params
 from pydantic import ValidationError
 
-from gateway.schemas import ChatRequest
+from gateway.responses_schema import ResponsesRequest
+from gateway.schemas import ChatRequest, CompletionRequest
 
 
 def post(http, gateway, path, body):
@@ -20,6 +24,25 @@ def error_of(answer, status=400):
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
     return error
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs"),
+    [
+        (ChatRequest, chat_params.CompletionCreateParamsStreaming),
+        (CompletionRequest, completion_params.CompletionCreateParamsStreaming),
+        (ResponsesRequest, response_params.ResponseCreateParamsStreaming),
+    ],
+)
+def test_every_field_is_served_or_told(kit, kind, theirs):
+    """Each field of OpenAI's, by its client, is known; it and every other known one are in the document."""
+    known = kind.model_fields.keys() | kind.ignored | kind.unserved.keys()
+    assert not theirs.__annotations__.keys() - known
+    fields = (kit.ROOT / "docs/api.md").read_text().partition("## Fields\n")[2].partition("### Tokenize")[0]
+    shared, _, of_responses = fields.partition("### Responses\n")
+    own = of_responses if kind is ResponsesRequest else shared
+    assert not [name for name in theirs.__annotations__ if f"`{name}`" not in own]
+    assert not [name for name in known if f"`{name}`" not in fields]
 
 
 def test_nothing_asked_nothing_set(http, gateway, engine, kit):

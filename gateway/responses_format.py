@@ -1,0 +1,190 @@
+"""Writes answers of the Responses API: whole, and as its typed events. Knows no gRPC call and no HTTP server."""
+
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from gateway.errors import ApiError
+from gateway.responses_schema import ResponsesRequest
+from gateway.sse import CallPiece, Ending, Format, Head, Said, TokenCounts, compact, quote
+
+
+class Kind(NamedTuple):
+    """A type of item: how its ids begin, its events' names, and the type of its one part (calls have none)."""
+
+    type: str
+    id_prefix: str
+    events: str
+    part: str
+
+
+REASONING = Kind("reasoning", "rs", "response.reasoning_text", "reasoning_text")
+MESSAGE = Kind("message", "msg", "response.output_text", "output_text")
+CALL = Kind("function_call", "fc", "response.function_call_arguments", "")
+
+
+class ResponsesFormat(Format):
+    """A response. It grows item by item, streamed or not: reasoning, messages and calls, as the model writes them."""
+
+    def __init__(self, head: Head, body: ResponsesRequest) -> None:
+        """Takes the request for what the answer repeats of it."""
+        repeated = {"reasoning", "text", "tool_choice", "tools"}
+        given = body.model_dump(include=repeated, by_alias=True, exclude_none=True)
+        self._id = head.id
+        self._output: list[dict[str, Any]] = []
+        self._response = {
+            "id": f"resp_{head.id}",
+            "object": "response",
+            "created_at": head.created,
+            "status": "in_progress",
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": head.model,
+            "output": self._output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None} | given.get("reasoning", {}),
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": {"type": "text"}} | given.get("text", {}),
+            "tool_choice": given.get("tool_choice", "auto"),
+            "tools": [
+                {"description": None, "parameters": None, "strict": None} | tool for tool in given.get("tools", [])
+            ],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "background": False,
+            "usage": None,
+        }
+        self._events = 0
+        self._cut = False
+        # The open item: its kind, the call's number (0 for others), its pieces, where events say that it is, and what
+        # surrounds a piece in its event.
+        self._open: tuple[Kind, int] | None = None
+        self._pieces: list[str] = []
+        self._place: dict[str, Any] = {}
+        self._around = ("", "")
+
+    def opening(self) -> bytes:
+        """The response, still empty."""
+        states = ("response.created", "response.in_progress")
+        return "".join(self._event(state, response=self._response) for state in states).encode()
+
+    def piece(self, index: int, text: str) -> bytes:
+        """A piece of the message's text."""
+        return self._say(MESSAGE, text).encode()
+
+    def parts(self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece]) -> bytes:
+        """The events of reasoning, text and calls, in this order."""
+        events = self._say(REASONING, reasoning) if reasoning else ""
+        events += self._say(MESSAGE, text) if text else ""
+        return (events + "".join(self._say(CALL, call.arguments, call) for call in calls)).encode()
+
+    def ending(self, index: int, ending: Ending) -> bytes:
+        """The end of the open item, which the limit of tokens may have cut."""
+        self._cut = ending.reason == "length"
+        return self._close("incomplete" if self._cut else "completed").encode()
+
+    def closing(self, counts: TokenCounts) -> bytes:
+        """The whole response."""
+        self._complete(counts)
+        return self._event(f"response.{self._response['status']}", response=self._response).encode()
+
+    def whole(self, choices: list[Said], endings: list[Ending], counts: TokenCounts) -> dict[str, Any]:
+        """The answer that is not streamed."""
+        self.parts(0, choices[0].text, choices[0].reasoning, choices[0].calls)
+        self.ending(0, endings[0])
+        self._complete(counts)
+        return self._response
+
+    def failed(self, error: ApiError) -> bytes:
+        """What went wrong, then the response as far as it came. (Its own error has another, closed list of codes.)"""
+        events = self._close("incomplete")
+        events += self._event("error", code=error.code, message=error.message, param=error.param)
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        self._response |= {"status": "failed", "error": {"code": code, "message": error.message}}
+        return (events + self._event("response.failed", response=self._response)).encode()
+
+    def _complete(self, counts: TokenCounts) -> None:
+        self._response |= {
+            "status": "incomplete" if self._cut else "completed",
+            "completed_at": None if self._cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if self._cut else None,
+            "usage": {
+                "input_tokens": counts.prompt,
+                # What is written to the cache, and which tokens are reasoning, is not counted.
+                "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
+                "output_tokens": counts.completion,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": counts.prompt + counts.completion,
+            },
+        }
+
+    def _say(self, kind: Kind, text: str, call: CallPiece | None = None) -> str:
+        """An item goes on; another kind, or another call, ends the one before."""
+        key = (kind, call.call if call is not None else 0)
+        events = "" if key == self._open else self._close("completed") + self._begin(kind, call)
+        self._open = key
+        if not text:
+            return events
+        self._pieces.append(text)
+        before, behind = self._around
+        return f"{events}{before}{quote(text)}{behind}{self._number()}}}\n\n"
+
+    def _begin(self, kind: Kind, call: CallPiece | None) -> str:
+        index = len(self._output)
+        item: dict[str, Any] = {
+            "id": f"{kind.id_prefix}_{self._id}_{index}",
+            "type": kind.type,
+            "status": "in_progress",
+        }
+        if call is not None:
+            item |= {"call_id": call.id, "name": call.name, "arguments": ""}
+        elif kind is MESSAGE:
+            item |= {"role": "assistant", "content": []}
+        else:
+            item |= {"summary": [], "content": [], "encrypted_content": None}
+        self._output.append(item)
+        self._pieces = []
+        self._place = {"item_id": item["id"], "output_index": index} | ({"content_index": 0} if kind.part else {})
+        head = compact({"type": f"{kind.events}.delta"} | self._place).removesuffix("}")
+        logprobs = ',"logprobs":[]' if kind is MESSAGE else ""
+        self._around = (f'event: {kind.events}.delta\ndata: {head},"delta":', f'{logprobs},"sequence_number":')
+        events = self._event("response.output_item.added", output_index=index, item=item)
+        if kind.part:
+            events += self._event("response.content_part.added", **self._place, part=part(kind, ""))
+        return events
+
+    def _close(self, status: str) -> str:
+        """The open item, if one is, has come to its end."""
+        if self._open is None:
+            return ""
+        kind, _ = self._open
+        self._open = None
+        text, item, done = "".join(self._pieces), self._output[-1], f"{kind.events}.done"
+        item["status"] = status
+        if kind is CALL:
+            item["arguments"] = text
+            events = self._event(done, **self._place, name=item["name"], arguments=text)
+        else:
+            item["content"] = [part(kind, text)]
+            logprobs: dict[str, Any] = {"logprobs": []} if kind is MESSAGE else {}
+            events = self._event(done, **self._place, text=text, **logprobs)
+            events += self._event("response.content_part.done", **self._place, part=item["content"][0])
+        return events + self._event("response.output_item.done", output_index=self._place["output_index"], item=item)
+
+    def _event(self, type: str, **fields: Any) -> str:
+        return f"event: {type}\ndata: {compact({'type': type} | fields | {'sequence_number': self._number()})}\n\n"
+
+    def _number(self) -> int:
+        self._events += 1
+        return self._events - 1
+
+
+def part(kind: Kind, text: str) -> dict[str, Any]:
+    """The one part of a message or of reasoning."""
+    return {"type": kind.part, "text": text} | ({"annotations": [], "logprobs": []} if kind is MESSAGE else {})

@@ -1,0 +1,259 @@
+"""What POST /v1/responses takes, and the chat that it asks for. Knows nothing of gRPC."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from gateway.constraints import Given, TextFormat
+from gateway.schemas import (
+    UINT32_MAX,
+    Body,
+    CalledFunction,
+    ChatPrompt,
+    ContentPart,
+    Effort,
+    Function,
+    FunctionName,
+    Message,
+    NamedTool,
+    Sampling,
+    Tool,
+    ToolCall,
+)
+
+# Of what `include` may ask for: all that speaks of things that are never here.
+Includable = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+
+
+def one_text(value: object) -> object:
+    """A plain string means one part of text."""
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+def one_message(value: object) -> object:
+    """A plain string means one message of the user's."""
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def kind(value: object) -> str:
+    """The tag of an item: its type, in brackets, as that is no field of the caller's."""
+    return f"[{value.get('type') or 'message'}]" if isinstance(value, Mapping) else "[]"
+
+
+class Text(Body):
+    """A part of a message. The last three change nothing; two of them come back with an earlier answer."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+
+
+Texts = Annotated[list[Text], Field(fail_fast=True), BeforeValidator(one_text)]
+
+
+class Thought(Body):
+    """A part of reasoning."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class Item(Body):
+    """What every item may have; neither field changes anything."""
+
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class InputMessage(Item):
+    """A message; the assistant's too."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Texts
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class FunctionCall(Item):
+    """A call that the assistant made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionOutput(Item):
+    """What came out of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Texts
+
+
+class Reasoning(Item):
+    """What the assistant thought."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[Thought], Field(fail_fast=True)] | None = None
+    summary: Annotated[list[Thought], Field(fail_fast=True)] | None = None
+    encrypted_content: None = None
+
+
+AnyItem = Annotated[
+    Annotated[InputMessage, Tag("[message]")]
+    | Annotated[FunctionCall, Tag("[function_call]")]
+    | Annotated[FunctionOutput, Tag("[function_call_output]")]
+    | Annotated[Reasoning, Tag("[reasoning]")],
+    Discriminator(
+        kind,
+        custom_error_type="item",
+        custom_error_message="must be an item of type message, function_call, function_call_output or reasoning",
+    ),
+]
+
+
+class TextConfig(Body):
+    """How the text is to be."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningConfig(Body):
+    """How to reason. Summaries are never made: the reasoning itself is in the answer."""
+
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+class OfFunctions(Body):
+    """Says that it is about a function; there are no other tools. (A mixin, so that this is checked first.)"""
+
+    type: Literal["function"]
+
+
+class FunctionTool(Function, OfFunctions):
+    """A tool that the model may call."""
+
+
+class NamedFunction(FunctionName, OfFunctions):
+    """The one tool to call."""
+
+
+class ResponsesRequest(Sampling):
+    """POST /v1/responses."""
+
+    ignored: ClassVar = frozenset(
+        {"max_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
+    )
+    unserved: ClassVar = {
+        "access_programs": (None,),
+        "background": (None, False),
+        "background_options": (None,),
+        "context_management": (None, []),
+        "conversation": (None,),
+        "image": (None,),
+        "max_tokens": (None,),
+        "moderation": (None,),
+        "n": (None, 1),
+        "previous_response_id": (None,),
+        "prompt": (None,),
+        "prompt_cache_options": (None, {"mode": "implicit"}),
+        "response_format": (None,),
+        "service_tier": (None, "auto", "default"),
+        "store": (None, False),
+        "top_logprobs": (None, 0),
+        "truncation": (None, "disabled"),
+    }
+
+    input: Annotated[list[AnyItem], Field(min_length=1, fail_fast=True), BeforeValidator(one_message)]
+    instructions: str | None = None
+    include: list[Includable] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningConfig | None = None
+    text: TextConfig | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def asked_format(self) -> list[Given]:
+        """What text.format asks for."""
+        return self.text.format.given if self.text is not None and self.text.format is not None else []
+
+
+def as_chat(body: ResponsesRequest) -> tuple[ChatPrompt, dict[str, str]]:
+    """The chat that a request asks for, and what its fields are called there.
+
+    Reasoning, text and calls of the assistant that follow one another are one message, as templates know it.
+    """
+    messages: list[Message] = []
+    names = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
+    names |= {f"tools[{number}].function": f"tools[{number}]" for number, _ in enumerate(body.tools or ())}
+    if body.instructions is not None:
+        messages.append(Message(role="system", content=[ContentPart(type="text", text=body.instructions)]))
+        names["messages[0]"] = "instructions"
+    for number, item in enumerate(body.input):
+        turn = messages[-1] if messages and messages[-1].role == "assistant" else None
+        said = turn is not None and (turn.content is not None or turn.tool_calls is not None)
+        field, own = "content", ".content"  # what the item brings, by its name in the message and in the item
+        match item:
+            case FunctionOutput():
+                turn = Message(role="tool", tool_call_id=item.call_id, content=parts(item.output))
+                own = ".output"
+            case InputMessage(role="assistant") if turn is not None and not said:
+                turn.content = parts(item.content)
+            case InputMessage():
+                turn = Message(role=item.role, content=parts(item.content))
+            case Reasoning():
+                turn = Message(role="assistant") if turn is None or said else turn
+                thoughts = "".join(part.text for part in item.content or item.summary or ())
+                turn.reasoning_content = (turn.reasoning_content or "") + thoughts
+                field, own = "reasoning", ""
+            case FunctionCall():
+                turn = turn or Message(role="assistant")
+                function = CalledFunction(name=item.name, arguments=item.arguments)
+                turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(id=item.call_id, function=function)]
+                field, own = f"tool_calls[{len(turn.tool_calls) - 1}].function", ""
+        if not messages or turn is not messages[-1]:
+            messages.append(turn)
+        message = f"messages[{len(messages) - 1}]"
+        names.setdefault(message, f"input[{number}]")
+        names[f"{message}.{field}"] = f"input[{number}]{own}"
+    choice = body.tool_choice
+    prompt = ChatPrompt(
+        messages=messages,
+        tools=[Tool(type="function", function=tool) for tool in body.tools or ()],
+        tool_choice=NamedTool(type="function", function=choice) if isinstance(choice, NamedFunction) else choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
+    )
+    return prompt, names
+
+
+def parts(texts: list[Text]) -> list[ContentPart]:
+    """The same as parts of a chat's message."""
+    return [ContentPart(type="text", text=text.text) for text in texts]
