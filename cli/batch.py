@@ -121,7 +121,7 @@ async def _server(
         url = params["base_url"].rstrip("/").removesuffix("/v1")
         yield Server(url, params["api_key"], _CONCURRENCY)
         return
-    key = secrets.token_urlsafe(32)
+    key, own_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
     any_priority = _MAX_PRIORITY if params["max_priority"] is None else params["max_priority"]
     own: Mapping[str, Any] = processes.with_counts(
         {**params, "host": "127.0.0.1", "port": 0, "grpc_port": 0, "max_priority": any_priority, "grace": 0.0}
@@ -133,8 +133,8 @@ async def _server(
     async with running(
         settings.child_arguments(engine, own),
         gateway_line,
-        engine_variables=settings.key_variables((key,)),
-        gateway_variables=settings.key_variables((key,), key),
+        engine_variables=settings.key_variables((), gateway_keys=(own_key,)),
+        gateway_variables=settings.key_variables((key,), engine_key=own_key),
         grace=0.0,
         signals=signals,
     ) as both:

@@ -53,7 +53,7 @@ def generate_text(text: str, params: Params) -> None:
 
 def _stream(text: str, params: Params, served: ServedModel, llm: LLM) -> None:
     request = text_request(text, params) if params["raw"] else chat_request([message("user", text)], params)
-    asked = plan(request, llm.info, served.defaults, Caller(max_priority=None))
+    asked = plan(request, llm.info, served.defaults, Caller("", None))
     if params["raw"]:
         prompt = asyncio.run(served.prompts.text(text, add_special_tokens=True))
     else:

@@ -1,5 +1,6 @@
 """The `fulcrum` command: its commands and their options. A room is imported only by the command that needs it."""
 
+import secrets
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +32,7 @@ def main() -> None:
     options.http_port,
     options.grpc_port,
     options.api_keys,
+    options.gateway_keys,
     options.model_files,
     options.engine_settings,
     options.service_settings,
@@ -55,6 +57,7 @@ def serve(**params: Any) -> None:
     options.host,
     options.grpc_port,
     options.api_keys,
+    options.gateway_keys,
     options.model_files,
     options.engine_settings,
     options.service_settings,
@@ -79,6 +82,7 @@ def engine(**params: Any) -> None:
     options.host,
     options.grpc_port,
     options.api_keys,
+    options.gateway_keys,
     options.model_files,
     options.service_settings,
     options.request_timeout,
@@ -97,7 +101,7 @@ def service_worker(**params: Any) -> None:
 @options.option(
     "--engine", default="127.0.0.1:50051", metavar="HOST:PORT[,...]", help="Engine servers, all of the same model."
 )
-@options.option("--engine-key", help="Key that this gateway shows to the engines.")
+@options.option("--engine-key", help="Key that this gateway shows to the engines, one of their gateway keys.")
 @options.together(
     options.host,
     options.http_port,
@@ -168,6 +172,29 @@ def chat(**params: Any) -> None:
 
 
 main.add_command(bench)
+
+
+@main.command("key")
+@click.argument("tenant")
+@click.option(
+    "--priority",
+    type=click.IntRange(-999_999_999, 999_999_999),
+    help="Highest priority of its requests (without: the server's --max-priority).",
+)
+@click.option("--admin", is_flag=True, help="It may administer the engine over TCP.")
+@click.option("--gateway", is_flag=True, help="It is a gateway's, which may speak for any tenant.")
+def make_key(tenant: str, priority: int | None, admin: bool, gateway: bool) -> None:
+    """Make an API key of TENANT.
+
+    Standard output gets its line for --api-key-file, standard error the key itself, which is kept nowhere.
+    """
+    from fulcrum.keys import Key, digest, is_tenant
+
+    if not is_tenant(tenant):
+        raise click.BadParameter("must be 1 to 64 letters, digits, '.', '_' or '-'", param_hint="TENANT")
+    key = f"sk-{secrets.token_urlsafe(32)}"
+    click.echo(key, err=True)
+    click.echo(Key(tenant, digest(key), priority, admin, gateway).line())
 
 
 @main.command("version")

@@ -73,7 +73,10 @@ request_timeout = option(
 # Never passed on in a command line, which other users of the machine can read.
 api_keys = together(
     option("--api-key", multiple=True, help="Key that callers must bring (several may be given). Prefer the variable."),
-    option("--api-key-file", type=existing_file, help="File with one key a line; '#' begins a comment."),
+    option("--api-key-file", type=existing_file, help="File of keys, hashed and by tenants; see `fulcrum key`."),
+)
+gateway_keys = option(
+    "--gateway-key", multiple=True, help="Key of a gateway, which may speak for any tenant (several may be given)."
 )
 grace = option(
     "--grace", default=30.0, type=click.FloatRange(min=0), help="Seconds that running requests get when it ends."
@@ -162,7 +165,9 @@ service_settings = together(
         help="How the model writes what it thinks before it answers. auto and none: as above.",
     ),
     option(
-        "--admin-address", show_default="a Unix socket of the user's own", help="HOST:PORT (needs a key) or unix:/PATH."
+        "--admin-address",
+        show_default="a Unix socket of the user's own",
+        help="HOST:PORT (needs a key with admin) or unix:/PATH.",
     ),
     option("--metrics-port", type=port, show_default="not served", help="Serves the engine's Prometheus metrics here."),
     option(
@@ -172,7 +177,15 @@ service_settings = together(
         help="Seconds that the compilation of a JSON schema, regex or grammar may take.",
     ),
     option(
-        "--max-priority", type=int, show_default="any; 0 with keys", help="Highest priority that callers may ask for."
+        "--max-priority",
+        type=int,
+        show_default="any; 0 with keys",
+        help="Highest priority of callers whose key does not say.",
+    ),
+    option(
+        "--share-prefixes/--no-share-prefixes",
+        default=False,
+        help="Share cached prefixes between tenants too, where a request has no salt.",
     ),
     option(
         "--service-workers",

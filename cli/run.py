@@ -31,12 +31,13 @@ def serve_both(params: Params, engine: click.Command, gateway: click.Command) ->
 
     params = processes.with_counts(params)
     settings.engine_config(params, Path())
-    keys = settings.service_config(params, Path(), grpc_port=params["grpc_port"]).api_keys
+    service = settings.service_config(params, Path(), grpc_port=params["grpc_port"])
+    with_key = not service.key_ring().open
     settings.gateway_config(params, ("127.0.0.1:1",))
     settings.check_port(params["host"], params["port"], "--port")
     settings.check_port(params["host"], params["grpc_port"], "--grpc-port")
     # A key of the gateway's own, so that the engine can tell it from its users.
-    own = (secrets.token_urlsafe(32),) if keys else ()
+    own = secrets.token_urlsafe(32) if with_key else ""
 
     def gateway_line(report: EngineReport) -> list[str]:
         engines = ",".join(report.process_addresses) or banner.reachable(report.address)
@@ -44,13 +45,13 @@ def serve_both(params: Params, engine: click.Command, gateway: click.Command) ->
 
     def ready(report: EngineReport, address: str) -> None:
         name = settings.served_names(params)[0]
-        click.echo(banner.serve_banner(report, address, params, name, with_key=bool(keys)))
+        click.echo(banner.serve_banner(report, address, params, name, with_key=with_key))
 
     work = run_both(
         settings.child_arguments(engine, params),
         gateway_line,
-        engine_variables=settings.key_variables((*keys, *own)),
-        gateway_variables=settings.key_variables(keys, *own),
+        engine_variables=settings.key_variables(service.api_keys, gateway_keys=(*service.gateway_keys, own)),
+        gateway_variables=settings.key_variables(service.api_keys, engine_key=own),
         grace=params["grace"],
         ready=ready,
     )
@@ -78,7 +79,7 @@ def serve_engine(params: Params, service_worker: click.Command) -> None:
             if parent is not None:
                 parent.report(report.to_json())
             else:
-                click.echo(banner.engine_banner(report, params, names[0], with_key=bool(service.api_keys)))
+                click.echo(banner.engine_banner(report, params, names[0], with_key=not service.key_ring().open))
 
         def worker(number: int) -> list[str]:
             metrics_port = params["metrics_port"] if number == 0 else None
@@ -90,7 +91,7 @@ def serve_engine(params: Params, service_worker: click.Command) -> None:
             service,
             ready=ready,
             workers=[worker(number) for number in range(count)] if count > 1 else (),
-            variables=settings.key_variables(service.api_keys),
+            variables=settings.key_variables(service.api_keys, gateway_keys=service.gateway_keys),
         )
         run(work, _fast_loop())
 

@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 import click
 
 from engine.config import EngineConfig
-from gateway.config import GatewayConfig, read_keys
+from gateway.config import GatewayConfig
 from service.config import AUTO, ServiceConfig
 
 Params = Mapping[str, Any]
 _Settings = TypeVar("_Settings")
 
 # Handed to children in their environment, which only their owner can read.
-_SECRETS = ("api_key", "api_key_file", "engine_key")
+_SECRETS = ("api_key", "engine_key", "gateway_key")
 
 
 class ConfigError(click.ClickException):
@@ -59,8 +59,11 @@ def service_config(params: Params, model: Path, *, grpc_port: int, admin: bool =
             served_model_names=served_names(params),
             address=join_address(params["host"], grpc_port),
             admin_address=(params["admin_address"] or AUTO) if admin else None,
-            api_keys=keys(params),
+            api_keys=params["api_key"],
+            api_key_file=params["api_key_file"],
+            gateway_keys=params["gateway_key"],
             max_priority=params["max_priority"],
+            share_prefixes=params["share_prefixes"],
             chat_template=params["chat_template"],
             tool_parser=params["tool_parser"],
             reasoning_parser=params["reasoning_parser"],
@@ -82,7 +85,8 @@ def gateway_config(params: Params, engines: tuple[str, ...]) -> GatewayConfig:
             host=params["host"],
             port=params["port"],
             engines=engines,
-            api_keys=keys(params),
+            api_keys=params["api_key"],
+            api_key_file=params["api_key_file"],
             engine_key=params.get("engine_key"),
             cors_origins=params["cors_origin"],
             workers=params["workers"] or 1,
@@ -101,24 +105,14 @@ def _checked(make: Callable[[], _Settings]) -> _Settings:
         raise ConfigError(str(error)) from error
 
 
-def keys(params: Params) -> tuple[str, ...]:
-    """The API keys of --api-key and --api-key-file. Raises ConfigError."""
-    given: tuple[str, ...] = params["api_key"]
-    path: Path | None = params["api_key_file"]
-    if path is None:
-        return given
-    try:
-        found = read_keys(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"api_key_file {path}: {error}") from error
-    if not found:
-        raise ConfigError(f"api_key_file {path}: there is no key in it")
-    return (*given, *found)
-
-
-def key_variables(api_keys: Sequence[str], engine_key: str = "") -> dict[str, str]:
+def key_variables(api_keys: Sequence[str], *, engine_key: str = "", gateway_keys: Sequence[str] = ()) -> dict[str, str]:
     """The environment that hands a child its secrets; empty values unset what it would inherit."""
-    return {"FULCRUM_API_KEY": " ".join(api_keys), "FULCRUM_API_KEY_FILE": "", "FULCRUM_ENGINE_KEY": engine_key}
+    return {
+        "FULCRUM_API_KEY": " ".join(api_keys),
+        "FULCRUM_API_KEY_FILE": "",
+        "FULCRUM_ENGINE_KEY": engine_key,
+        "FULCRUM_GATEWAY_KEY": " ".join(gateway_keys),
+    }
 
 
 def served_names(params: Params) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ClientDisconnect, on_disconnect)
     app.add_exception_handler(Exception, on_crash)
-    app.add_middleware(Edge, api_keys=config.api_keys, metrics=metrics, access_log=config.access_log)
+    app.add_middleware(Edge, keys=config.key_ring(), metrics=metrics, access_log=config.access_log)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -4,6 +4,8 @@ import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fulcrum.keys import KeyRing
+
 MIB = 1 << 20
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -17,7 +19,8 @@ class GatewayConfig:
         port: TCP port (0: any free one).
         engines: HOST:PORT (or unix:PATH) of each engine server; all serve the same model.
         api_keys: keys that callers may show as `Authorization: Bearer KEY`.
-        engine_key: the key that this gateway shows to the engines.
+        api_key_file: further keys, of several tenants (fulcrum.keys).
+        engine_key: the key that this gateway shows to the engines; it must be one of their gateway keys.
         cors_origins: origins that browsers may call from ("*": any).
         request_timeout: longest life of a request, seconds (None: no limit). A caller may ask for less.
         heartbeat_seconds: a silent event stream carries a comment this often.
@@ -34,6 +37,7 @@ class GatewayConfig:
     port: int = 8000
     engines: tuple[str, ...] = ("127.0.0.1:50051",)
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_key_file: Path | None = None
     engine_key: str | None = field(default=None, repr=False)
     cors_origins: tuple[str, ...] = ()
     request_timeout: float | None = 600.0
@@ -63,16 +67,12 @@ class GatewayConfig:
             raise ValueError(f"shutdown_seconds must not be negative, not {self.shutdown_seconds}")
         if not self.engines or not all(self.engines):
             raise ValueError("engines must name at least one HOST:PORT")
-        if not all(key.isascii() and key.isprintable() and " " not in key and key for key in self.api_keys):
-            raise ValueError("api_keys must be printable ASCII without spaces")
-        if not self.api_keys and not is_loopback(self.host):
+        if self.key_ring().open and not is_loopback(self.host):
             raise ValueError(f"host {self.host} is reachable from other machines: that needs at least one API key")
 
-
-def read_keys(path: Path) -> tuple[str, ...]:
-    """The keys in a file, one a line; blank lines and lines that start with # are skipped."""
-    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
-    return tuple(line for line in lines if line and not line.startswith("#"))
+    def key_ring(self) -> KeyRing:
+        """The keys that callers are known by. Raises: ValueError naming the field that is wrong."""
+        return KeyRing(self.api_keys, self.api_key_file)
 
 
 def is_loopback(host: str) -> bool:

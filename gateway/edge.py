@@ -2,8 +2,6 @@
 disconnects and streams go through untouched."""
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import re
 import secrets
@@ -13,6 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fulcrum.keys import MAX_PRIORITY, TENANT, Key, KeyRing, bearer
 from gateway.errors import ApiError, going_down
 from gateway.metrics import Metrics
 
@@ -27,10 +26,10 @@ access = logging.getLogger("gateway.access")
 class Edge:
     """The outermost middleware of ours."""
 
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], metrics: Metrics, access_log: bool) -> None:
-        """Keeps only digests of the keys. `access_log`: a line for each request."""
+    def __init__(self, app: ASGIApp, keys: KeyRing, metrics: Metrics, access_log: bool) -> None:
+        """`access_log`: a line for each request."""
         self._app = app
-        self._digests = [digest(key.encode()) for key in api_keys]
+        self._keys = keys
         self._metrics = metrics
         self._access_log = access_log
 
@@ -43,6 +42,9 @@ class Edge:
         state = scope.setdefault("state", {})
         state["request_id"] = label = clean_label(headers.get("x-request-id", ""))
         state["arrival"] = arrival = time.monotonic()
+        shown = bearer(headers.get("authorization"))
+        key = None if shown is None or self._keys.open else self._keys.find(shown)
+        state["caller"] = () if key is None else caller_metadata(key)
         # What is between us and a stream looks at the beginning of an answer alone: what follows may pass it by.
         state["send_body"] = send
         status = 500
@@ -56,7 +58,8 @@ class Edge:
             await send(message)
 
         try:
-            if scope["method"] == "OPTIONS" or scope["path"] in OPEN_PATHS or self._knows(headers):
+            known = self._keys.open or key is not None
+            if known or scope["method"] == "OPTIONS" or scope["path"] in OPEN_PATHS:
                 await self._app(scope, receive, send_labelled)
             else:
                 text = "Missing or wrong API key: send Authorization: Bearer KEY."
@@ -70,28 +73,20 @@ class Edge:
             await JSONResponse(error.body(), error.status, error.headers())(scope, receive, send_labelled)
         finally:
             path = getattr(scope.get("route"), "path", "other")
-            shown = CLIENT_GONE if state.get("client_gone") else status
-            self._metrics.requests.labels(scope["method"], path, str(shown)).inc()
+            told = CLIENT_GONE if state.get("client_gone") else status
+            self._metrics.requests.labels(scope["method"], path, str(told)).inc()
             passed = time.monotonic() - arrival
             self._metrics.seconds.labels(path).observe(passed)
             if self._access_log:
                 # The path is quoted as the wire had it, so that it cannot end the line.
                 wire = scope["raw_path"].decode("ascii", "backslashreplace")
-                access.info("%s %s %d %.3fs %s", scope["method"], wire, shown, passed, label)
-
-    def _knows(self, headers: Headers) -> bool:
-        """Whether the request shows one of the keys. Takes the same time whichever it is."""
-        if not self._digests:
-            return True
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        shown = digest(key.strip().encode("latin-1"))
-        matches = [hmac.compare_digest(shown, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+                access.info("%s %s %d %.3fs %s", scope["method"], wire, told, passed, label)
 
 
-def digest(key: bytes) -> bytes:
-    """SHA-256: equal lengths for the comparison, and no key in memory dumps of the middleware."""
-    return hashlib.sha256(key).digest()
+def caller_metadata(key: Key) -> tuple[tuple[str, str], ...]:
+    """What tells an engine whom a call is made for."""
+    limit = () if key.max_priority is None else ((MAX_PRIORITY, str(key.max_priority)),)
+    return ((TENANT, key.tenant), *limit)
 
 
 def clean_label(label: str) -> str:

@@ -110,12 +110,13 @@ def from_rpc(error: grpc.aio.AioRpcError, names: dict[str, str], label: str) -> 
         label: the request's x-request-id, for the log.
     """
     code = error.code()
-    if code not in STATUSES:
+    info, violation, retry = details_of(error)
+    reason = info.reason if info is not None else ""
+    if code not in STATUSES or reason == "TENANT_FORBIDDEN":
         # UNAUTHENTICATED too: the gateway's key is wrong, which is not the caller's fault.
         logger.error("request %s: the engine answered %s: %s", label, code.name, error.details())
         return internal_error()
     http, kind, default_code = STATUSES[code]
-    info, violation, retry = details_of(error)
     message = error.details() or code.name
     if code is StatusCode.RESOURCE_EXHAUSTED and info is None:
         # The transport's: a message over the limit.
@@ -124,7 +125,6 @@ def from_rpc(error: grpc.aio.AioRpcError, names: dict[str, str], label: str) -> 
         # The text is the transport's: it names addresses.
         logger.warning("request %s: the engine answered %s: %s", label, code.name, message)
         message = TIMEOUT_TEXT if http == 504 else UNAVAILABLE_TEXT
-    reason = info.reason if info is not None else ""
     error_code = reason.lower() or default_code
     param = None
     if violation is not None and violation.field:

@@ -221,7 +221,7 @@ class Routes:
         if (asked := request.headers.get("x-request-timeout")) is not None:
             limits.append(seconds(asked))
         deadline = request.state.arrival + min(limits) if limits else None
-        return CallContext(request.state.request_id, deadline)
+        return CallContext(request.state.request_id, deadline, request.state.caller)
 
     async def _call(self, request: Request, method: str, message: Any, names: dict[str, str]) -> Any:
         return await self._engine(request, self._pool.call(method, message, self._context(request)), names)

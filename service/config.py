@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fulcrum.keys import KeyRing
 from service.parsers.registry import check_names
 
 # Of an address: the admin socket is made in a folder of the user's own, named after the main one.
@@ -22,10 +23,13 @@ class ServiceConfig:
         address: HOST:PORT (port 0: any free one) or unix:/PATH, for InferenceService, health and reflection.
         own_address: a second one for the same, of this process alone where several share `address`: who connects there
             chooses the process, and so can spread his calls evenly.
-        admin_address: the same for AdminService. AUTO is a Unix socket that only its owner may open (0600); a TCP
-            address needs an API key. None: this process serves none (another worker does).
+        admin_address: the same for AdminService. AUTO is a Unix socket that only its owner may open (0600), without a
+            key; a TCP address needs a key with `admin`. None: this process serves none (another worker does).
         api_keys: who may call. Without any, only loopback and Unix addresses may be bound.
-        max_priority: highest `priority` that a caller may ask for. None: no limit without keys, 0 with keys.
+        api_key_file: further keys, of several tenants (fulcrum.keys).
+        gateway_keys: these may speak for tenants.
+        max_priority: highest `priority` of callers whose key does not say. None: no limit without keys, 0 with keys.
+        share_prefixes: requests without a salt share cached prefixes with those of other tenants.
         chat_template: a jinja file instead of the model's own template.
         tool_parser, reasoning_parser: how the model writes tool calls and reasoning: a name known to service.parsers,
             AUTO (the template tells) or "none" (they stay in the text as they are).
@@ -46,7 +50,10 @@ class ServiceConfig:
     own_address: str | None = None
     admin_address: str | None = AUTO
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_key_file: Path | None = None
+    gateway_keys: tuple[str, ...] = field(default=(), repr=False)
     max_priority: int | None = None
+    share_prefixes: bool = False
     chat_template: Path | None = None
     tool_parser: str = AUTO
     reasoning_parser: str = AUTO
@@ -64,13 +71,19 @@ class ServiceConfig:
         """Raises: ValueError naming the setting that is wrong."""
         if not self.served_model_names or not all(self.served_model_names):
             raise ValueError("served_model_names: at least one, none of them empty")
-        if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.api_keys):
-            raise ValueError("api_keys: a key is printable ASCII without blanks")
-        self._check_address("address", self.address, open_without_key=True)
-        if self.own_address is not None:
-            self._check_address("own_address", self.own_address, open_without_key=True)
-        if self.admin_address not in (None, AUTO):
-            self._check_address("admin_address", self.admin_address, open_without_key=False)
+        ring = self.key_ring()
+        for name in ("address", "own_address"):
+            address = getattr(self, name)
+            if address is not None and not is_unix(address):
+                host, _ = split_address(address, name)
+                if ring.open and not is_loopback(host):
+                    text = f"without an API key only a loopback or unix: address may be bound, not {address}"
+                    raise ValueError(f"{name}: {text}")
+        if self.admin_address not in (None, AUTO) and not is_unix(self.admin_address):
+            split_address(self.admin_address, "admin_address")
+            if not ring.has_admin:
+                text = f"a TCP address ({self.admin_address}) needs an API key with admin, in api_key_file"
+                raise ValueError(f"admin_address: {text}")
         check_names(self.tool_parser, self.reasoning_parser)
         for name in ("request_timeout", "min_ping_seconds", "grammar_timeout"):
             value = getattr(self, name)
@@ -85,16 +98,9 @@ class ServiceConfig:
         if self.tokenizer_threads < 1:
             raise ValueError(f"tokenizer_threads must be at least 1, not {self.tokenizer_threads}")
 
-    def _check_address(self, name: str, address: str, *, open_without_key: bool) -> None:
-        if is_unix(address):
-            return
-        host, _ = split_address(address, name)
-        if self.api_keys:
-            return
-        if not open_without_key:
-            raise ValueError(f"{name}: a TCP address ({address}) needs an API key")
-        if not is_loopback(host):
-            raise ValueError(f"{name}: without an API key only a loopback or unix: address may be bound, not {address}")
+    def key_ring(self) -> KeyRing:
+        """The keys that callers are known by. Raises: ValueError naming the setting that is wrong."""
+        return KeyRing(self.api_keys, self.api_key_file, self.gateway_keys)
 
 
 def is_unix(address: str) -> bool:

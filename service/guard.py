@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
-from service.auth import Authenticator
+from service.auth import Metadata
 from service.errors import ApiError
 from service.wire import serialized
 
@@ -27,15 +27,16 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """One for all RPCs of a process.
+    """One for all RPCs of a server.
 
-    Attributes:
+    Args:
+        check: raises ApiError where a call's metadata does not let it pass.
         calls: (method's name, status code's name) -> how many calls have ended so.
     """
 
-    def __init__(self, authenticator: Authenticator) -> None:
-        self._authenticator = authenticator
-        self.calls: Counter[tuple[str, str]] = Counter()
+    def __init__(self, check: Callable[[Metadata], object], calls: Counter[tuple[str, str]]) -> None:
+        self._check = check
+        self.calls = calls
 
     async def intercept_service(
         self,
@@ -50,7 +51,7 @@ class Guard(grpc.aio.ServerInterceptor):
         refusal: ApiError | None = None
         if not method.startswith(_OPEN_SERVICE):
             try:
-                self._authenticator.caller(handler_call_details.invocation_metadata)
+                self._check(handler_call_details.invocation_metadata)
             except ApiError as error:
                 refusal = error
         if handler.request_streaming:  # reflection: it has no messages of ours to guard

@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -79,8 +80,8 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
     model = await asyncio.to_thread(ServedModel.load, config)
-    authenticator = Authenticator(config.api_keys, config.max_priority)
-    guard = Guard(authenticator)
+    authenticator = Authenticator(config.key_ring(), config.max_priority)
+    calls: Counter[tuple[str, str]] = Counter()
     live = LiveCalls(config.request_timeout)
     grammars = GrammarCompiler(
         model.prompts.tokenizer, core.info.vocab_size, core.info.eos_token_ids, seconds=config.grammar_timeout
@@ -92,9 +93,9 @@ async def serve(
     async with AsyncExitStack() as cleanup:
         cleanup.callback(model.prompts.close)
         cleanup.push_async_callback(grammars.close)
-        main = _new_server(config, guard)
+        main = _new_server(config, Guard(authenticator.caller, calls))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceServicer(core, model, authenticator, live, grammars), main
+            InferenceServicer(core, model, authenticator, live, grammars, share_prefixes=config.share_prefixes), main
         )
         health_pb2_grpc.add_HealthServicer_to_server(health, main)
         _add_reflection(main, (INFERENCE, HEALTH))
@@ -105,7 +106,9 @@ async def serve(
 
         admin_address = _admin_address(config, address)
         if admin_address is not None:
-            admin = _new_server(config, guard)
+            # Who may open the socket may administer.
+            check = (lambda _: None) if is_unix(admin_address) else authenticator.admin
+            admin = _new_server(config, Guard(check, calls))
             inference_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(core, live), admin)
             health_pb2_grpc.add_HealthServicer_to_server(health, admin)
             _add_reflection(admin, (ADMIN, HEALTH))
@@ -116,7 +119,7 @@ async def serve(
         metrics_address = None
         if config.metrics_port is not None:
             host = "127.0.0.1" if is_unix(config.address) else split_address(config.address)[0]
-            metrics = MetricsServer(host, config.metrics_port, EngineCollector(core, guard.calls, loop))
+            metrics = MetricsServer(host, config.metrics_port, EngineCollector(core, calls, loop))
             cleanup.push_async_callback(metrics.close)
             metrics_address = f"{f'[{host}]' if ':' in host else host}:{metrics.port}"
 

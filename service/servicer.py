@@ -40,6 +40,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         authenticator: tells what a caller may ask for.
         live: the open Generate calls.
         grammars: compiles what constrains a text.
+        share_prefixes: as in ServiceConfig.
     """
 
     def __init__(
@@ -49,12 +50,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         authenticator: Authenticator,
         live: LiveCalls,
         grammars: GrammarCompiler,
+        *,
+        share_prefixes: bool,
     ) -> None:
         self._core = core
         self._grammars = grammars
         self._model = model
         self._authenticator = authenticator
         self._live = live
+        self._share_prefixes = share_prefixes
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Everything that can be refused is refused before `Accepted`; see the proto for the order of the events."""
@@ -71,7 +75,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         core, model = self._core, self._model
         name = model.resolve(request.model)
         metadata = context.invocation_metadata()
-        asked = plan(request, core.info, model.defaults, self._authenticator.caller(metadata))
+        caller = self._authenticator.caller(metadata)
+        asked = plan(request, core.info, model.defaults, caller)
         if asked.constraint is not None and must_call(request.chat.tool_choice):
             text = f"{asked.constraint.kind} and a call that must come exclude each other"
             raise invalid([Violation("chat.tool_choice", text)])
@@ -88,7 +93,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             prompt=tuple(prompt),
             params=params,
             priority=asked.priority,
-            salt=asked.salt,
+            salt=self._salt(caller.tenant, asked.salt),
             bypass_cache=asked.bypass_cache,
             arrival=arrival,
             grammar="" if grammar is None else grammar.key,
@@ -106,6 +111,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if not stream.ended:
                 core.abort_soon(stream)
                 logger.info("request %s (%s) ended early", asked.request_id, label)
+
+    def _salt(self, tenant: str, salt: str) -> str:
+        """A salt that no other tenant has, whatever he asks for: names of tenants hold no NUL."""
+        return f"{tenant}\0{salt}" if tenant and (salt or not self._share_prefixes) else salt
 
     async def _prompt(self, request: pb.GenerateRequest) -> tuple[str, list[int], Reading | None]:
         """The field that the prompt came from, its token ids, and how to read what follows it."""

@@ -122,6 +122,9 @@ def plan(request: pb.GenerateRequest, info: CoreInfo, defaults: GenerationDefaul
             f"priority {request.priority} is above this caller's limit of {caller.max_priority}",
             field="priority",
         )
+    if "\0" in request.cache.salt:  # which ends the tenant's name in the engine's own salts
+        text = "cache.salt: this salt is another tenant's"
+        raise ApiError(grpc.StatusCode.PERMISSION_DENIED, "SALT_FORBIDDEN", text, field="cache.salt")
     return Plan(
         request_id=request.request_id or uuid.uuid4().hex,
         params=params,

@@ -1,6 +1,7 @@
 """Keys, CORS, labels, logs, and metrics of several workers."""
 
 import concurrent.futures
+import hashlib
 import re
 
 import grpc
@@ -220,3 +221,31 @@ def test_long_prompts_and_long_pieces(http, guarded, engine, kit):
     answer = http.post(f"{guarded.url}/v1/completions", json={"prompt": long}, headers=guarded.headers)
     assert engine.calls[0].request.text == long
     assert answer.json()["choices"][0]["text"] == long
+
+
+def test_the_engine_is_told_whose_request_it_is(http, own_engines, start_gateway, tmp_path, kit):
+    """A caller's tenant and limit go to the engine; what callers say of it themselves does not."""
+    keys = tmp_path / "keys"
+    lines = {"acme": "", "beta": "priority=5"}
+    hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in lines}
+    keys.write_text("".join(f"{name} sha256:{hashes[name]} {options}\n" for name, options in lines.items()))
+    engine = own_engines()
+
+    def status(key):
+        forged = {"x-fulcrum-tenant": "beta", "x-fulcrum-max-priority": "99"}
+        headers = {"authorization": f"Bearer {key}"} | forged
+        return http.post(f"{url}/v1/chat/completions", json=kit.CHAT, headers=headers).status_code
+
+    with start_gateway(engines=[engine.address], api_key_file=str(keys), api_keys=["plain"], engine_key="own") as url:
+        for key, expected in (
+            ("acme", {"x-fulcrum-tenant": "acme"}),
+            ("beta", {"x-fulcrum-tenant": "beta", "x-fulcrum-max-priority": "5"}),
+            ("plain", {"x-fulcrum-tenant": "default"}),
+        ):
+            assert status(key) == 200
+            seen = engine.calls[-1].metadata
+            assert {name: seen[name] for name in seen if name.startswith("x-fulcrum-")} == expected
+            assert seen["authorization"] == "Bearer own"
+        keys.write_text(f"beta sha256:{hashes['beta']}\n")
+        kit.wait_until(lambda: status("acme") == 401)
+        assert status("beta") == status("plain") == 200

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.config import GatewayConfig, read_keys
+from gateway.config import GatewayConfig
 from gateway.schemas import IGNORED, UNSERVED, ChatRequest, CompletionRequest
 from gateway.sse import ChatFormat, CompletionFormat, Head
 
@@ -56,12 +56,6 @@ def test_settings_reach_workers_and_hide_keys():
     assert pickle.loads(pickle.dumps(config)) == config
     assert "secret" not in repr(config)
     assert "hidden" not in repr(config)
-
-
-def test_key_files(tmp_path):
-    path = tmp_path / "keys"
-    path.write_text("# ours\nkey-one\n\n  key-two  \n")
-    assert read_keys(path) == ("key-one", "key-two")
 
 
 def test_a_field_is_in_one_list_only():

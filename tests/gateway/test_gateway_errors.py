@@ -83,6 +83,7 @@ def table(kit):
         (Code.INVALID_ARGUMENT, [at("chat.template_kwargs_json")], 400, INVALID, "chat_template_kwargs", None, "inner"),
         (Code.INVALID_ARGUMENT, [at("cache.salt")], 400, INVALID, "cache_salt", None, "inner"),
         (Code.UNAUTHENTICATED, [], 500, "server_error", None, "internal_error", None),
+        (Code.PERMISSION_DENIED, [why("TENANT_FORBIDDEN")], 500, "server_error", None, "internal_error", None),
         (
             Code.PERMISSION_DENIED,
             [why("PRIORITY_TOO_HIGH"), at("priority")],
@@ -116,7 +117,7 @@ def table(kit):
     ]
 
 
-@pytest.mark.parametrize("row", range(26))
+@pytest.mark.parametrize("row", range(27))
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusals(http, gateway, engine, kit, row, stream):
     code, details, status, type_, param, error_code, message = table(kit)[row]
@@ -141,7 +142,7 @@ def test_the_table_is_whole(kit):
     assert answered == set(Code) - {Code.OK}
 
 
-@pytest.mark.parametrize("row", range(26))
+@pytest.mark.parametrize("row", range(27))
 def test_failures_after_the_first_byte(http, gateway, engine, kit, row):
     code, details, status, type_, _, error_code, _ = table(kit)[row]
     engine.script = kit.refuses(code, "inner", *details, after=[kit.accepted(), kit.started(), kit.delta("x")])

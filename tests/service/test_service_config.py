@@ -22,7 +22,7 @@ def config(**settings):
         {"address": "0.0.0.0:50051", "api_keys": ("k",)},
         {"admin_address": None},
         {"admin_address": "unix:/run/x.sock"},
-        {"admin_address": "127.0.0.1:1", "api_keys": ("k",)},
+        {"address": "0.0.0.0:50051", "gateway_keys": ("k",)},
     ],
 )
 def test_accepted(settings):
@@ -42,6 +42,9 @@ def test_accepted(settings):
         ({"address": "localhost:99999"}, "HOST:PORT"),
         ({"address": "localhost:x", "api_keys": ("k",)}, "HOST:PORT"),
         ({"admin_address": "127.0.0.1:1"}, "admin_address"),
+        ({"admin_address": "127.0.0.1:1", "api_keys": ("k",)}, "admin_address.*with admin"),
+        ({"api_key_file": Path("/nowhere/keys")}, "api_key_file /nowhere/keys: No such file"),
+        ({"gateway_keys": ("a b",)}, "gateway_keys"),
         ({"api_keys": ("",)}, "api_keys"),
         ({"api_keys": ("a b",)}, "api_keys"),
         ({"request_timeout": 0.0}, "request_timeout"),
