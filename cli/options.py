@@ -126,6 +126,14 @@ engine_settings = together(
         "--chunked-prefill/--no-chunked-prefill", default=True, help="Compute long prompts beside decodes, in pieces."
     ),
     option(
+        "--admission",
+        default="fcfs",
+        type=click.Choice(["fcfs", "prefix"]),
+        help="Who waits shortest: the first come, or the one with the longest cached prefix (within bounds).",
+    ),
+    option("--max-queue-requests", default=16_384, type=int, help="Requests that may wait; more are refused."),
+    option("--max-queue-tokens", default=16_777_216, type=int, help="Prompt tokens that may wait; more are refused."),
+    option(
         "--reserve-full-length/--no-reserve-full-length",
         default=False,
         help="Give a sequence the pages of its prompt and max_tokens at once; kept to measure against.",

@@ -59,6 +59,9 @@ def new_scheduler(config: EngineConfig, info: CoreInfo, grammars: Grammars | Non
         prefix_cache=config.prefix_cache,
         chunked_prefill=config.chunked_prefill,
         reserve_full_length=config.reserve_full_length,
+        longest_prefix_first=config.admission == "prefix",
+        max_queue_requests=config.max_queue_requests,
+        max_queue_tokens=config.max_queue_tokens,
         seed=config.seed,
         grammars=grammars,
     )

@@ -38,6 +38,10 @@ class EngineConfig:
         scheduler: "static" is the naive baseline, kept to measure against.
         prefix_cache: share the pages of equal prefixes.
         chunked_prefill: let a prompt be computed over several steps beside decodes.
+        admission: which of a tenant's waiting sequences comes first: the first come, or ("prefix") the one with the
+            longest cached prefix, until too many others have overtaken one.
+        max_queue_requests, max_queue_tokens: requests, and tokens of prompts, that may wait before further ones are
+            refused.
         reserve_full_length: admit a sequence only with pages for its prompt and max_tokens; kept to measure against.
         overlap: on CUDA, launch a step before the one before it has been collected.
         cuda_graphs: on CUDA, replay recorded steps instead of launching kernel by kernel.
@@ -59,6 +63,9 @@ class EngineConfig:
     scheduler: SchedulerName = "continuous"
     prefix_cache: bool = True
     chunked_prefill: bool = True
+    admission: Literal["fcfs", "prefix"] = "fcfs"
+    max_queue_requests: int = 16_384
+    max_queue_tokens: int = 16_777_216
     reserve_full_length: bool = False
     overlap: bool = True
     cuda_graphs: bool = True
@@ -69,7 +76,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raises: ValueError naming the field that is out of range."""
-        positive = ("page_size", "max_num_seqs", "max_num_batched_tokens")
+        positive = ("page_size", "max_num_seqs", "max_num_batched_tokens", "max_queue_requests", "max_queue_tokens")
         for name in positive:
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -66,6 +66,7 @@ class Request:
         priority: higher is sooner; ties by arrival.
         salt: prefixes are shared only between requests of the same salt.
         bypass_cache: neither reads nor fills the prefix cache.
+        tenant: whose request it is; tenants are served fairly beside each other (`engine.waiting`).
         arrival: time.monotonic() at the service, seconds.
         grammar: key of the grammar that the text must follow (`engine.grammar`), "" for none. It decides alone when the
             text may end: ignore_eos is without effect, and min_tokens bars stop tokens only while others may come.
@@ -77,6 +78,7 @@ class Request:
     priority: int = 0
     salt: str = ""
     bypass_cache: bool = False
+    tenant: str = ""
     arrival: float = 0.0
     grammar: str = ""
 

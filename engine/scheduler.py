@@ -1,8 +1,8 @@
 """Iteration-level scheduling: which tokens go through the model in the next step. Plain data; knows no torch, no text.
 
 There are no phases. Every running sequence has `num_computed` chasing `num_tokens`; a step gives each as much of its
-gap as the token budget allows: decodes first, then chunks of running prompts, then admissions (highest priority, then
-first come). `schedule` needs lengths only, so it may be called again before earlier steps are collected.
+gap as the token budget allows: decodes first, then chunks of running prompts, then admissions (in the order of
+`engine.waiting`). `schedule` needs lengths only, so it may be called again before earlier steps are collected.
 
 Rules kept here:
 - Steps are executed in the order of their ids. Row and pages of a sequence that leaves (finished, aborted, preempted)
@@ -12,8 +12,8 @@ Rules kept here:
 - A failed step ends its sequences, and withdraws from the tree what it wrote. Sequences of a later step in flight that
   read such pages are restarted: that sample is void, the text so far is kept. A sequence whose logits were not finite
   ends, and its whole cached prefix is withdrawn: the page that spoilt it may be one that it only read.
-- Out of pages, the sequence of the last rank is preempted: its pages stay in the tree, it goes back to the place of its
-  rank in the queue. Nothing is admitted in such a step.
+- Out of pages, the sequence of the last rank is preempted (of the tenant that has had most, where there are several):
+  its pages stay in the tree, it goes back to the place of its rank in the queue. Nothing is admitted in such a step.
 - A sequence is admitted when all its known tokens fit, with a watermark to spare if others run. Up to LOOK_AHEAD that
   do not fit are passed by, each MAX_OVERTAKEN times at most; then nobody of a later rank is admitted before it.
 - With full-length reservation a sequence gets, when it is admitted, the pages of its prompt and all its max_tokens, as
@@ -24,10 +24,9 @@ Rules kept here:
 """
 
 import random
-from bisect import bisect_left, insort
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from operator import attrgetter
+from typing import Any
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.pool import IntegrityError
@@ -38,6 +37,7 @@ from engine.plan import Plan
 from engine.request import FinishReason, RejectReason, Request, RequestRejected
 from engine.sequence import Sequence, SequenceUpdate, State
 from engine.step import PageUpdate, RowInit, RowWork, Sample, Step, StepResult
+from engine.waiting import DECODE_WORK, PREFILL_WORK, WaitingQueue
 
 __all__ = ["IntegrityError", "Scheduler", "SequenceUpdate"]
 
@@ -45,7 +45,6 @@ LOOK_AHEAD = 4
 MAX_OVERTAKEN = 64
 WATERMARK = 0.01  # of the pool; at least one page
 
-_rank = attrgetter("rank")
 _tuple = tuple.__new__
 
 
@@ -62,6 +61,8 @@ class Scheduler:
         prefix_cache: share the pages of equal prefixes.
         chunked_prefill: cut prompts to the budget that decodes leave.
         reserve_full_length: admit only with pages for prompt and max_tokens; kept to measure against.
+        longest_prefix_first: of a tenant's waiting sequences, those with the longest cached prefix come first.
+        max_queue_requests, max_queue_tokens: requests, and tokens of their prompts, that may wait for their first step.
         seed: of the seeds minted for requests without one (None: new at every start).
         grammars: makes the matchers of requests that have a grammar.
     """
@@ -79,6 +80,9 @@ class Scheduler:
         prefix_cache: bool = True,
         chunked_prefill: bool = True,
         reserve_full_length: bool = False,
+        longest_prefix_first: bool = False,
+        max_queue_requests: int = 16_384,
+        max_queue_tokens: int = 16_777_216,
         seed: int | None = None,
         grammars: Matchers | None = None,
     ) -> None:
@@ -94,11 +98,13 @@ class Scheduler:
         self._random = random.Random(seed)
         self._stats = CoreStats(total_pages=num_pages)
         self._live: dict[str, dict[int, Sequence]] = {}  # unfinished sequences, by request and index
-        self._new: set[str] = set()  # live requests of which nothing was scheduled yet
+        self._new: dict[str, int] = {}  # live requests of which nothing was scheduled yet: tokens of their prompts
+        self._new_tokens = 0  # of all of them
+        self._max_new, self._max_new_tokens = max_queue_requests, max_queue_tokens
         self._started: list[tuple[str, int]] = []
         self._num_sequences = 0  # live ones
         self._arrivals = 0
-        self._waiting: list[Sequence] = []  # by rank
+        self._waiting = WaitingQueue(MAX_OVERTAKEN, self._cache.hit if longest_prefix_first else None)
         self._prefilling: dict[Sequence, None] = {}  # running, in the order of admission
         self._decoding: dict[Sequence, None] = {}
         self._leaving: list[Sequence] = []  # no longer running, but used by a step in flight
@@ -122,6 +128,7 @@ class Scheduler:
                 message = f"a request {request.request_id!r} is live"
                 raise RequestRejected(RejectReason.DUPLICATE_ID, message, "request_id")
             self._limits.check(request)
+            self._check_room(len(request.prompt))
             matchers = self._matchers(request)
         except RequestRejected:
             self._stats.requests_rejected += 1
@@ -148,9 +155,19 @@ class Scheduler:
             for index in range(params.n)
         ]
         self._live[request.request_id] = dict(enumerate(sequences))
-        self._new.add(request.request_id)
+        self._new[request.request_id] = len(request.prompt)
+        self._new_tokens += len(request.prompt)
+        self._waiting.join(request.tenant)
         self._num_sequences += params.n
         self._enqueue(sequences)
+
+    def _check_room(self, tokens: int) -> None:
+        """Raises: RequestRejected, QUEUE_FULL. A prompt of any length is taken while nobody waits."""
+        if len(self._new) >= self._max_new:
+            raise RequestRejected(RejectReason.QUEUE_FULL, f"{len(self._new)} requests are waiting already")
+        if self._new and self._new_tokens + tokens > self._max_new_tokens:
+            waiting = f"{len(self._new)} requests with {self._new_tokens} prompt tokens are waiting already"
+            raise RequestRejected(RejectReason.QUEUE_FULL, f"{waiting}; {tokens} more are too many")
 
     def _matchers(self, request: Request) -> list[Matcher | None]:
         """One for each continuation. Raises: RequestRejected where the grammar is not held, or cannot be followed."""
@@ -171,7 +188,7 @@ class Scheduler:
         leader.leader = None
         for follower in leader.followers:
             follower.leader = leader
-        insort(self._waiting, leader, key=_rank)
+        self._waiting.add(leader)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request, whatever it is doing. Nothing more is reported of it.
@@ -256,6 +273,9 @@ class Scheduler:
             sequence.num_computed = position + 1
             sequence.num_tokens += 1
             sequence.last_step = step_id
+        if self._waiting.contended:
+            for row, _, _ in works[limit - plan.budget :]:
+                self._waiting.charge(self._row(row).request.tenant, DECODE_WORK)
         plan.budget = limit - len(works)
 
     def _prefill(self, plan: Plan) -> None:
@@ -266,22 +286,23 @@ class Scheduler:
                 self._compute(plan, sequence)
 
     def _admit(self, plan: Plan) -> None:
+        if not (self._waiting and self._free_rows and plan.budget) or plan.short:
+            return
         passed: list[Sequence] = []
-        index = 0
-        while index < len(self._waiting) and self._free_rows and plan.budget and not plan.short:
-            sequence = self._waiting[index]
+        for sequence in self._waiting.candidates():
             if sequence.row >= 0:  # a step in flight uses what it held
                 return
             if self._fits(plan, sequence):
-                del self._waiting[index]
+                overtaken = {*passed, *self._waiting.remove(sequence)}
                 self._start(plan, sequence)
                 self._compute(plan, sequence)
-                for one in passed:
+                for one in overtaken:
                     one.overtaken += 1
             else:
                 passed.append(sequence)
-                index += 1
             if len(passed) > LOOK_AHEAD or any(one.overtaken >= MAX_OVERTAKEN for one in passed):
+                return
+            if not (self._free_rows and plan.budget) or plan.short:
                 return
 
     def _fits(self, plan: Plan, sequence: Sequence) -> bool:
@@ -305,7 +326,7 @@ class Scheduler:
         sequence.overtaken = 0
         request_id, hit = sequence.request.request_id, sequence.num_computed
         if request_id in self._new:
-            self._new.remove(request_id)
+            self._new_tokens -= self._new.pop(request_id)
             self._started.append((request_id, hit))
             if sequence.node is not None:
                 self._stats.prefix_query_tokens += sequence.num_tokens
@@ -337,6 +358,8 @@ class Scheduler:
         plan.works.append(RowWork(sequence.row, position, chunk))
         plan.budget -= chunk
         self._stats.prefill_tokens += chunk
+        if self._waiting.contended:
+            self._waiting.charge(sequence.request.tenant, PREFILL_WORK * chunk)
         sequence.num_computed += chunk
         sequence.last_step = plan.step_id
         self._cache.publish(sequence)
@@ -373,7 +396,7 @@ class Scheduler:
             self._occupy(plan, sibling)
             self._draw(plan, sibling)
         else:
-            insort(self._waiting, sibling, key=_rank)
+            self._waiting.add(sibling)
 
     def _grow(self, plan: Plan, sequence: Sequence, wanted: int) -> bool:
         """Up to `wanted` pages more for a running sequence, at least one; others are preempted for that one.
@@ -384,7 +407,7 @@ class Scheduler:
             plan.short = True
             if self._leaving:
                 return False
-            victim = max((*self._decoding, *self._prefilling), key=_rank)
+            victim = max((*self._decoding, *self._prefilling), key=self._standing)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -393,13 +416,18 @@ class Scheduler:
         plan.page_updates.append(PageUpdate(sequence.row, first, pages))
         return True
 
+    def _standing(self, sequence: Sequence) -> tuple[Any, ...]:
+        """The last of running sequences in this order is preempted first."""
+        priority, arrival, index = sequence.rank
+        return priority, self._waiting.work(sequence.request.tenant), arrival, index
+
     # Sequences leave.
 
     def _preempt(self, sequence: Sequence) -> None:
         self._stats.preemptions += 1
         self._stop(sequence)
         sequence.state = State.WAITING
-        insort(self._waiting, sequence, key=_rank)
+        self._waiting.add(sequence)
 
     def _end(self, sequence: Sequence, *, aborted: bool = False) -> None:
         """The sequence is over, in whatever state it was."""
@@ -408,7 +436,7 @@ class Scheduler:
         elif sequence.leader is not None:
             sequence.leader.followers.remove(sequence)
         else:
-            del self._waiting[bisect_left(self._waiting, sequence.rank, key=_rank)]
+            self._waiting.remove(sequence)
         sequence.state = State.FINISHED
         if sequence.followers:
             self._enqueue(sequence.followers)
@@ -419,7 +447,8 @@ class Scheduler:
         del siblings[sequence.index]
         if not siblings:
             del self._live[request_id]
-            self._new.discard(request_id)
+            self._new_tokens -= self._new.pop(request_id, 0)
+            self._waiting.leave(sequence.request.tenant)
             if aborted:
                 self._stats.requests_aborted += 1
             else:
@@ -602,7 +631,8 @@ class Scheduler:
             "a sequence is not in its row": all(self._rows[sequence.row] is sequence for sequence in held),
             "rows are not those of running and leaving": sorted(map(id, held))
             == sorted(map(id, [*running, *self._leaving])),
-            "the queue is out of order": self._waiting == sorted(self._waiting, key=_rank),
+            "the queue is out of order": self._waiting.in_order,
+            "waiting prompts are miscounted": sum(self._new.values()) == self._new_tokens,
             "live is not running or queued": live == running | queued and not running & queued,
             "live sequences are miscounted": len(live) == self._num_sequences,
             "a state is wrong": all((sequence.state is State.RUNNING) == (sequence in running) for sequence in live),

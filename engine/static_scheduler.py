@@ -41,11 +41,11 @@ class StaticScheduler(Scheduler):
 
     def _begin(self, plan: Plan) -> None:
         batch: list[Sequence] = []
-        while self._waiting and self._free_rows:
-            sequence = self._waiting[0]
-            if self._cache.missing(sequence, sequence.max_length) > self._cache.available:
+        for sequence in self._waiting.candidates():
+            lacking = self._cache.missing(sequence, sequence.max_length) > self._cache.available
+            if lacking or not self._free_rows:
                 break
-            del self._waiting[0]
+            self._waiting.remove(sequence)
             self._start(plan, sequence)
             batch.append(sequence)
         lengths = [sequence.num_tokens for sequence in batch]

@@ -13,13 +13,15 @@ from loadtest.trace import GENERATED, Hits, TraceRequest, hit_fields
 from loadtest.vllm_cache import vllm_hits
 
 
-class _NoModel:
+class NoModel:
     """A runner that computes nothing: every token is the same."""
 
     def launch(self, step: Step) -> StepResult:
+        """The whole step."""
         return StepResult((GENERATED,) * len(step.samples))
 
     def collect(self, launched: StepResult) -> StepResult:
+        """What `launch` brought."""
         return launched
 
 
@@ -40,7 +42,7 @@ def simulated_hits(
         vocab_size=longest,
         eos_token_ids=(),
     )
-    core, coming, live, added = EngineCore(scheduler, _NoModel()), iter(requests), 0, 0
+    core, coming, live, added = EngineCore(scheduler, NoModel()), iter(requests), 0, 0
     params = SamplingParams(temperature=0.0, seed=0)
     while True:
         while live < concurrency and (request := next(coming, None)) is not None:

@@ -67,6 +67,14 @@ ROWS: Mapping[str, Columns] = {
         ("ITL p50, ms", "p50_itl_ms"),
         ("ITL p99, ms", "p99_itl_ms"),
     ),
+    "fairness": (
+        ("tenants", "tenants"),
+        ("light requests", "light_requests"),
+        ("flood requests", "flood_requests"),
+        ("queued p50, s", "queued_p50_s"),
+        ("queued p99, s", "queued_p99_s"),
+        ("queued max, s", "queued_max_s"),
+    ),
     "kernels": (
         ("kernel", "kernel"),
         ("shape", "shape"),

@@ -53,6 +53,13 @@ class KVCache:
             self._pool.share(sequence.pages)
             sequence.num_computed = sequence.num_cached = len(sequence.pages) * self.page_size
 
+    def hit(self, sequence: Sequence) -> int:
+        """Tokens that `acquire` would find cached."""
+        if not self._prefix_cache or sequence.request.bypass_cache:
+            return 0
+        limit = (sequence.num_tokens - 1) // self.page_size
+        return self._tree.match(sequence.request.salt, sequence.tokens, limit) * self.page_size
+
     def grow(self, sequence: Sequence, count: int) -> tuple[int, ...]:
         """Appends `count` pages (there must be as many available) to the page table, and returns them."""
         if self._pool.num_free < count:

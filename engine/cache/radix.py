@@ -69,6 +69,20 @@ class RadixTree:
         self.lock(node)
         return node, pages
 
+    def match(self, salt: str, tokens: Sequence[int], limit: int) -> int:
+        """How many pages `acquire` would find; nothing is locked, split or made more recent."""
+        node, found = self._root, 0
+        while found < limit:
+            child = node.children.get(self._key(salt, tokens, found))
+            if child is None:
+                break
+            length = self._common(child, salt, tokens, limit)
+            found += length
+            if length < len(child.pages):
+                break
+            node = child
+        return found
+
     def extend(self, node: Node, salt: str, tokens: Sequence[int], pages: Sequence[int]) -> Node:
         """Puts the pages that follow the prefix ending in `node` into the tree, and moves the caller's lock to the end.
 

@@ -179,7 +179,11 @@ class Harness:
         self.silent: set[tuple[str, int]] = set()  # aborted, or ended from outside
 
     def add(self, request_id: str, prompt: Iterable[int], **settings: object) -> Request:
-        own = {name: settings.pop(name) for name in ("priority", "salt", "bypass_cache", "grammar") if name in settings}
+        own = {
+            name: settings.pop(name)
+            for name in ("priority", "salt", "bypass_cache", "tenant", "grammar")
+            if name in settings
+        }
         params = SamplingParams(**{"temperature": 0.0, **settings})
         request = Request(request_id, tuple(prompt), params, **own)
         self.scheduler.add(request)

@@ -29,6 +29,7 @@ def machine(harness, *, static: bool) -> type[RuleBasedStateMachine]:
             prefix_cache=st.sampled_from([True, True, False]),
             chunked_prefill=st.booleans(),
             reserve_full_length=st.sampled_from([False, False, True]),
+            longest_prefix_first=st.sampled_from([False, False, True]),
         )
         def begin(self, **drawn):
             self.engine = harness(static=static, **drawn)
@@ -42,6 +43,7 @@ def machine(harness, *, static: bool) -> type[RuleBasedStateMachine]:
             n=st.sampled_from([1, 1, 1, 2, 4]),
             priority=st.integers(0, 2),
             salt=st.sampled_from(["", "", "other"]),
+            tenant=st.sampled_from(["", "", "other", "third"]),
             bypass_cache=st.sampled_from([False, False, False, True]),
             seed=st.sampled_from([None, None, 3]),
             min_tokens=st.integers(0, 3),

@@ -1,0 +1,113 @@
+"""How long a light tenant waits beside a flood, on a simulated clock: `python -m loadtest.fairness`.
+
+The light tenant sends what a trace of a chat service sends, at the trace's times; one minute in, the flood sends a
+whole trace of code completions at once. Both are CSV files of arrival_s,context_tokens,generated_tokens (the form of
+the Azure traces of Splitwise, ISCA 2024). A step takes 4 ms and 22 us a token, as Qwen2.5-7B's do on an H200.
+"""
+
+import csv
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from engine.core import EngineCore
+from engine.request import Request, SamplingParams
+from engine.scheduler import Scheduler
+from loadtest.environment import environment
+from loadtest.prefix import NoModel
+from loadtest.report import save
+from loadtest.tables import ROWS, rows_table
+
+STEP_SECONDS, TOKEN_SECONDS = 4e-3, 22e-6
+FLOOD_AT = 60.0
+_LONGEST = 1 << 40  # neither window nor vocabulary bounds a run without a model
+
+
+def read_lengths(path: Path, until: float = float("inf")) -> list[tuple[float, int, int]]:
+    """(arrival in seconds, tokens in, tokens out) of a trace's requests up to a time."""
+    with path.open(newline="") as file:
+        rows = [(float(row["arrival_s"]), *map(int, list(row.values())[1:])) for row in csv.DictReader(file)]
+    return [(at, max(1, tokens), max(1, out)) for at, tokens, out in rows if at <= until]  # type: ignore[misc]
+
+
+def queue_seconds(
+    light: Iterable[tuple[float, int, int]],
+    flood: Iterable[tuple[float, int, int]],
+    *,
+    apart: bool,
+    num_pages: int = 65_536,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 1152,
+) -> list[float]:
+    """Seconds from arrival to first step of each of the light tenant's requests.
+
+    Args:
+        light: (arrival, tokens in, tokens out).
+        flood: the same; they all arrive at FLOOD_AT.
+        apart: whether they are tenants of their own, or one.
+    """
+    scheduler = Scheduler(
+        num_pages=num_pages,
+        page_size=16,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=_LONGEST,
+        vocab_size=_LONGEST,
+        eos_token_ids=(),
+        prefix_cache=False,
+    )
+    core, params = EngineCore(scheduler, NoModel()), SamplingParams(temperature=0.0, seed=0)
+    coming = [(at, f"light-{number}", *lengths) for number, (at, *lengths) in enumerate(light)]
+    coming += [(FLOOD_AT, f"flood-{number}", *lengths) for number, (_, *lengths) in enumerate(flood)]
+    coming.sort(reverse=True)
+    arrivals, waited, now = dict[str, float](), list[float](), 0.0
+    while coming or scheduler.has_work:
+        if not scheduler.has_work:
+            now = max(now, coming[-1][0])
+        while coming and coming[-1][0] <= now:
+            at, name, tokens, out = coming.pop()
+            tenant = name.partition("-")[0] if apart else ""
+            scheduler.add(Request(name, (0,) * tokens, replace(params, max_tokens=out), tenant=tenant))
+            arrivals[name] = at
+        turn = core.turn()
+        waited += [now - arrivals[name] for name, _ in turn.started if name.startswith("light")]
+        now += STEP_SECONDS + TOKEN_SECONDS * scheduler.stats.last_step_tokens
+    return waited
+
+
+def compare(light: list[tuple[float, int, int]], flood: list[tuple[float, int, int]]) -> list[dict[str, Any]]:
+    """A row of JSON fields each: the light tenant alone, in one queue with the flood, and as a tenant of its own."""
+    rows = []
+    for name, beside, apart in (
+        ("light alone", [], True),
+        ("one queue for all", flood, False),
+        ("fair between tenants", flood, True),
+    ):
+        waited = queue_seconds(light, beside, apart=apart)
+        p50, p99 = np.percentile(waited, (50, 99)).tolist()
+        figures = {"queued_p50_s": p50, "queued_p99_s": p99, "queued_max_s": max(waited)}
+        rows.append({"tenants": name, "light_requests": len(light), "flood_requests": len(beside)} | figures)
+    return rows
+
+
+@click.command()
+@click.option("--light", type=click.Path(exists=True, path_type=Path), required=True, help="Trace of the light tenant.")
+@click.option("--flood", type=click.Path(exists=True, path_type=Path), required=True, help="Trace of the flood.")
+@click.option("--seconds", type=float, default=300.0, help="Of the light trace.")
+@click.option("--output-json", type=click.Path(path_type=Path), help="Also write the figures here.")
+def main(light: Path, flood: Path, seconds: float, output_json: Path | None) -> None:
+    """Show how long a light tenant's requests wait beside a flood."""
+    rows = compare(read_lengths(light, seconds), read_lengths(flood))
+    click.echo(rows_table(rows, ROWS["fairness"]))
+    if output_json is not None:
+        fields = {"kind": "fairness", "files": [light.name, flood.name], "seconds": seconds, "rows": rows}
+        save({"date": datetime.now().strftime("%Y%m%d-%H%M%S")} | fields | environment(), output_json)
+
+
+if __name__ == "__main__":
+    main()
