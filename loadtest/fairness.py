@@ -31,8 +31,8 @@ _LONGEST = 1 << 40  # neither window nor vocabulary bounds a run without a model
 def read_lengths(path: Path, until: float = float("inf")) -> list[tuple[float, int, int]]:
     """(arrival in seconds, tokens in, tokens out) of a trace's requests up to a time."""
     with path.open(newline="") as file:
-        rows = [(float(row["arrival_s"]), *map(int, list(row.values())[1:])) for row in csv.DictReader(file)]
-    return [(at, max(1, tokens), max(1, out)) for at, tokens, out in rows if at <= until]  # type: ignore[misc]
+        rows = [(float(at), max(1, int(tokens)), max(1, int(out))) for at, tokens, out in list(csv.reader(file))[1:]]
+    return [row for row in rows if row[0] <= until]
 
 
 def queue_seconds(
@@ -62,8 +62,8 @@ def queue_seconds(
         prefix_cache=False,
     )
     core, params = EngineCore(scheduler, NoModel()), SamplingParams(temperature=0.0, seed=0)
-    coming = [(at, f"light-{number}", *lengths) for number, (at, *lengths) in enumerate(light)]
-    coming += [(FLOOD_AT, f"flood-{number}", *lengths) for number, (_, *lengths) in enumerate(flood)]
+    coming = [(at, f"light-{number}", tokens, out) for number, (at, tokens, out) in enumerate(light)]
+    coming += [(FLOOD_AT, f"flood-{number}", tokens, out) for number, (_, tokens, out) in enumerate(flood)]
     coming.sort(reverse=True)
     arrivals, waited, now = dict[str, float](), list[float](), 0.0
     while coming or scheduler.has_work:
@@ -84,7 +84,7 @@ def compare(light: list[tuple[float, int, int]], flood: list[tuple[float, int, i
     """A row of JSON fields each: the light tenant alone, in one queue with the flood, and as a tenant of its own."""
     rows = []
     for name, beside, apart in (
-        ("light alone", [], True),
+        ("light alone", list[tuple[float, int, int]](), True),
         ("one queue for all", flood, False),
         ("fair between tenants", flood, True),
     ):
