@@ -138,6 +138,7 @@ engine_settings = together(
         default=False,
         help="Give a sequence the pages of its prompt and max_tokens at once; kept to measure against.",
     ),
+    option("--look-ahead", default=4, type=int, help="Requests that do not fit and may be passed by; 0: first come."),
     option("--overlap/--no-overlap", default=True, help="CUDA: launch a step before the last one is read back."),
     option("--cuda-graphs/--no-cuda-graphs", default=True, help="CUDA: replay recorded steps."),
     option(

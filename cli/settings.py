@@ -45,6 +45,7 @@ def engine_config(params: Params, model: Path) -> EngineConfig:
             admission=params["admission"],
             max_queue_requests=params["max_queue_requests"],
             max_queue_tokens=params["max_queue_tokens"],
+            look_ahead=params["look_ahead"],
             overlap=params["overlap"],
             cuda_graphs=params["cuda_graphs"],
             attention=params["attention"],

@@ -62,6 +62,7 @@ def new_scheduler(config: EngineConfig, info: CoreInfo, grammars: Grammars | Non
         longest_prefix_first=config.admission == "prefix",
         max_queue_requests=config.max_queue_requests,
         max_queue_tokens=config.max_queue_tokens,
+        look_ahead=config.look_ahead,
         seed=config.seed,
         grammars=grammars,
     )

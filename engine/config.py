@@ -43,6 +43,7 @@ class EngineConfig:
         max_queue_requests, max_queue_tokens: requests, and tokens of prompts, that may wait before further ones are
             refused.
         reserve_full_length: admit a sequence only with pages for its prompt and max_tokens; kept to measure against.
+        look_ahead: how many waiting sequences that do not fit may be passed by (0: strictly first come).
         overlap: on CUDA, launch a step before the one before it has been collected.
         cuda_graphs: on CUDA, replay recorded steps instead of launching kernel by kernel.
         attention: "reference" runs the plain-torch kernels on CUDA too, without graphs; kept to measure against.
@@ -67,6 +68,7 @@ class EngineConfig:
     max_queue_requests: int = 16_384
     max_queue_tokens: int = 16_777_216
     reserve_full_length: bool = False
+    look_ahead: int = 4
     overlap: bool = True
     cuda_graphs: bool = True
     attention: Literal["auto", "reference"] = "auto"
@@ -81,6 +83,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
+        if self.look_ahead < 0:
+            raise ValueError(f"look_ahead must be at least 0, not {self.look_ahead}")
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, not {self.page_size}")
         few_tokens = self.max_num_batched_tokens is not None and self.max_num_batched_tokens < (self.max_num_seqs or 0)

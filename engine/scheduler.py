@@ -14,7 +14,7 @@ Rules kept here:
   ends, and its whole cached prefix is withdrawn: the page that spoilt it may be one that it only read.
 - Out of pages, the sequence of the last rank is preempted (of the tenant that has had most, where there are several):
   its pages stay in the tree, it goes back to the place of its rank in the queue. Nothing is admitted in such a step.
-- A sequence is admitted when all its known tokens fit, with a watermark to spare if others run. Up to LOOK_AHEAD that
+- A sequence is admitted when all its known tokens fit, with a watermark to spare if others run. Up to `look_ahead` that
   do not fit are passed by, each MAX_OVERTAKEN times at most; then nobody of a later rank is admitted before it.
 - With full-length reservation a sequence gets, when it is admitted, the pages of its prompt and all its max_tokens, as
   engines without paging do, and never lacks one afterwards.
@@ -41,7 +41,6 @@ from engine.waiting import DECODE_WORK, PREFILL_WORK, WaitingQueue
 
 __all__ = ["IntegrityError", "Scheduler", "SequenceUpdate"]
 
-LOOK_AHEAD = 4
 MAX_OVERTAKEN = 64
 WATERMARK = 0.01  # of the pool; at least one page
 
@@ -63,6 +62,8 @@ class Scheduler:
         reserve_full_length: admit only with pages for prompt and max_tokens; kept to measure against.
         longest_prefix_first: of a tenant's waiting sequences, those with the longest cached prefix come first.
         max_queue_requests, max_queue_tokens: requests, and tokens of their prompts, that may wait for their first step.
+        look_ahead: how many that do not fit may be passed by (0: strictly first come).
+        watermark: share of the pool to spare when one is admitted beside others (0: none).
         seed: of the seeds minted for requests without one (None: new at every start).
         grammars: makes the matchers of requests that have a grammar.
     """
@@ -83,6 +84,8 @@ class Scheduler:
         longest_prefix_first: bool = False,
         max_queue_requests: int = 16_384,
         max_queue_tokens: int = 16_777_216,
+        look_ahead: int = 4,
+        watermark: float = WATERMARK,
         seed: int | None = None,
         grammars: Matchers | None = None,
     ) -> None:
@@ -93,7 +96,8 @@ class Scheduler:
         self._budget = max_num_batched_tokens
         self._chunked = chunked_prefill
         self._reserve = reserve_full_length
-        self._watermark = 0 if reserve_full_length else max(1, int(num_pages * WATERMARK))
+        self._look_ahead = look_ahead
+        self._watermark = 0 if reserve_full_length or not watermark else max(1, int(num_pages * watermark))
         self._eos = dict.fromkeys(eos_token_ids, FinishReason.EOS)
         self._random = random.Random(seed)
         self._stats = CoreStats(total_pages=num_pages)
@@ -300,7 +304,7 @@ class Scheduler:
                     one.overtaken += 1
             else:
                 passed.append(sequence)
-            if len(passed) > LOOK_AHEAD or any(one.overtaken >= MAX_OVERTAKEN for one in passed):
+            if len(passed) > self._look_ahead or any(one.overtaken >= MAX_OVERTAKEN for one in passed):
                 return
             if not (self._free_rows and plan.budget) or plan.short:
                 return

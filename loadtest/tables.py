@@ -59,6 +59,7 @@ ROWS: Mapping[str, Columns] = {
         ("page size", "page_size"),
         ("pool, tokens", "pool_tokens"),
         ("prefix hit rate", "hit_rate"),
+        ("with vLLM's policy", "same_policy_hit_rate"),
         ("infinite cache", "ideal_hit_rate"),
         ("LRU of pages", "lru_hit_rate"),
         ("vLLM's rules", "vllm_rules_hit_rate"),

@@ -120,6 +120,7 @@ _COLUMNS = {
     "num_pages": "pages",
     "cached_tokens": "cached tokens",
     "hit_rate": "hit rate",
+    "same_policy_hit_rate": "with vLLM's policy",
     "ideal_hit_rate": "infinite cache",
     "lru_hit_rate": "LRU of pages",
     "vllm_rules_hit_rate": "vLLM's rules",

@@ -128,6 +128,7 @@ def test_engine_options_reach_the_engine() -> None:
         "--no-prefix-cache",
         "--no-chunked-prefill",
         "--reserve-full-length",
+        "--look-ahead=0",
         "--logits-processor=a.b:C",
         "--logits-processors=a.b:D",
         "--threads=1",
@@ -146,6 +147,7 @@ def test_engine_options_reach_the_engine() -> None:
         prefix_cache=False,
         chunked_prefill=False,
         reserve_full_length=True,
+        look_ahead=0,
         logits_processors=("a.b:C", "a.b:D"),
         threads=1,
     )

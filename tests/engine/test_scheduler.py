@@ -455,6 +455,16 @@ def test_a_huge_prompt_is_overtaken_for_a_while_and_then_waited_for(harness):
     assert 10 < engine.order.index("huge") - 1 <= MAX_OVERTAKEN
 
 
+def test_without_look_ahead_nobody_is_admitted_past_one_that_does_not_fit(harness):
+    engine = harness(num_pages=32, max_num_seqs=6, max_model_len=128, look_ahead=0)
+    engine.add("runs", prompt(30, 1), max_tokens=90, ignore_eos=True)
+    engine.turn()
+    engine.add("huge", prompt(110, 2), max_tokens=2)
+    engine.add("small", prompt(5, 3), max_tokens=2, ignore_eos=True)
+    engine.run().check_outputs()
+    assert engine.order == ["runs", "huge", "small"]
+
+
 def test_overtaking_is_bounded_however_long_it_does_not_fit(harness):
     engine = harness(num_pages=32, max_num_seqs=6, max_model_len=128)
     engine.add("runs", prompt(30, 1), max_tokens=90, ignore_eos=True)

@@ -30,6 +30,7 @@ def machine(harness, *, static: bool) -> type[RuleBasedStateMachine]:
             chunked_prefill=st.booleans(),
             reserve_full_length=st.sampled_from([False, False, True]),
             longest_prefix_first=st.sampled_from([False, False, True]),
+            look_ahead=st.sampled_from([4, 4, 0]),
         )
         def begin(self, **drawn):
             self.engine = harness(static=static, **drawn)

@@ -66,6 +66,7 @@ def test_simulation(trace, tmp_path):
         assert row["hit_rate"] == row["cached_tokens"] / 143
         assert row["hit_rate"] <= row["ideal_hit_rate"]
     assert rows[16, None]["hit_rate"] == rows[16, None]["ideal_hit_rate"] == rows[16, None]["vllm_rules_hit_rate"]
+    assert all(row["same_policy_hit_rate"] == row["vllm_rules_hit_rate"] for row in rows.values())
     assert (rows[16, None]["lru_hit_rate"], rows[16, 96]["num_pages"]) == (None, 6)
 
 

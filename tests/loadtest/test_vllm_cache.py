@@ -81,26 +81,38 @@ def test_ideal_rates(data_file, own_data):
         assert ideal(prompts, 16, pages).rate == pytest.approx(rate, rel=0.03)
 
 
-def compared(path, concurrency, pages):
-    """Ours and the reference's hit rate, both with the same blocks, one of which vLLM reserves."""
+def rates(path, concurrency, pages, page_size=16):
+    """Hit rates with the same blocks, one of which vLLM reserves: ours, ours with vLLM's policy, the reference's."""
     requests, loop = trace(path), {"concurrency": concurrency, "max_batched_tokens": 8192}
-    ours = simulated_hits(requests, num_pages=pages, page_size=16, **loop)
-    reference = vllm_hits(requests, num_blocks=pages, block_size=16, **loop)
-    assert ours.queried == reference.queried
-    return ours.rate, reference.rate
+    pool = {"num_pages": pages, "page_size": page_size}
+    ours, same = (simulated_hits(requests, as_vllm=as_vllm, **pool, **loop) for as_vllm in (False, True))
+    reference = vllm_hits(requests, num_blocks=pages, block_size=page_size, **loop)
+    assert ours.queried == same.queried == reference.queried
+    return ours.rate, same.rate, reference.rate
 
 
 @pytest.mark.parametrize(("concurrency", "pages"), [(1, 4000), (64, AMPLE), (64, 4000)])
 def test_our_hit_rate_is_that_of_vllm(data_file, concurrency, pages):
-    ours, reference = compared(data_file("prefix_trace.jsonl"), concurrency, pages)
+    ours, same, reference = rates(data_file("prefix_trace.jsonl"), concurrency, pages)
     assert ours == pytest.approx(reference, rel=0.05 if pages < AMPLE else 0)
+    assert same == pytest.approx(reference, rel=0.005)
+
+
+def test_what_differs_in_a_small_pool_is_who_is_admitted(data_file):
+    """64 requests wait for a pool half as large again as the longest: what ours admits past them hits more often."""
+    ours, same, reference = rates(data_file("prefix_trace_synthetic.jsonl"), 64, 400)
+    assert ours > 1.1 * reference
+    assert same == pytest.approx(reference, rel=0.005)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["prefix_trace.jsonl", "prefix_trace_synthetic.jsonl"])
 @pytest.mark.parametrize("concurrency", [1, 8, 64])
-@pytest.mark.parametrize("pages", [AMPLE, 32_000, 16_000, 8000, 4000, 2000])
-def test_our_hit_rate_is_that_of_vllm_anywhere(data_file, name, concurrency, pages):
-    """Pools from 8 times the longest prompt on. Below, who is admitted past a request that does not fit decides."""
-    ours, reference = compared(data_file(name), concurrency, pages)
-    assert ours == pytest.approx(reference, rel=0.05)
+@pytest.mark.parametrize("page_size", [1, 8, 16, 32])
+@pytest.mark.parametrize("tokens", [16 * AMPLE, 512_000, 256_000, 128_000, 64_000, 32_000, 16_000, 8_000, 4_800])
+def test_our_hit_rate_is_that_of_vllm_anywhere(data_file, name, concurrency, page_size, tokens):
+    """With vLLM's policy anywhere; with our own from pools of eight times the longest prompt on."""
+    ours, same, reference = rates(data_file(name), concurrency, tokens // page_size, page_size)
+    assert same == pytest.approx(reference, rel=0.005)
+    if tokens >= 32_000:
+        assert ours == pytest.approx(reference, rel=0.05)
