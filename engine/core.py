@@ -7,12 +7,13 @@ computes).
 
 import logging
 import time
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.grammar import Grammars
-from engine.messages import CoreStats
+from engine.messages import STEP_BOUNDS, CoreStats
 from engine.pacing import Pacer
 from engine.request import FinishReason
 from engine.scheduler import Scheduler, SequenceUpdate
@@ -90,6 +91,7 @@ class EngineCore:
             try:
                 self._in_flight.append((step, self._runner.launch(step), self._busy, scheduled))
                 self._pacer.launched(step, time.monotonic())
+                self.scheduler.stats.launch_seconds += time.perf_counter() - scheduled
             except DeviceLost:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a step raises is about its own sequences
@@ -102,6 +104,7 @@ class EngineCore:
 
     def _collect(self) -> list[SequenceUpdate]:
         step, launched, followed, launched_at = self._in_flight.popleft()
+        began = time.perf_counter()
         try:
             result = self._runner.collect(launched)
         except DeviceLost:
@@ -117,6 +120,7 @@ class EngineCore:
                 if update.finish is FinishReason.ERROR:
                     logger.error("request %s, sequence %d: %s", update.request_id, update.index, update.message)
         stats = self.scheduler.stats
+        stats.collect_seconds += computed - began
         stats.execute_seconds += computed - max(launched_at, self._computed)
         self._computed = computed
         stats.device_busy_seconds += result.busy_seconds
@@ -132,9 +136,13 @@ class EngineCore:
     def _count(self, step: Step) -> None:
         stats = self.scheduler.stats
         stats.steps += 1
-        stats.last_step_rows = len(step.works)
-        stats.max_step_rows = max(stats.max_step_rows, len(step.works))
-        stats.last_step_tokens = step.num_tokens
+        rows, tokens = len(step.works), step.num_tokens
+        stats.last_step_rows, stats.last_step_tokens = rows, tokens
+        stats.max_step_rows = max(stats.max_step_rows, rows)
+        stats.scheduled_rows += rows
+        stats.scheduled_tokens += tokens
+        stats.step_rows[bisect_left(STEP_BOUNDS, rows)] += 1
+        stats.step_tokens[bisect_left(STEP_BOUNDS, tokens)] += 1
 
     def stats(self) -> CoreStats:
         """Gauges of this moment and counters since the start."""

@@ -104,6 +104,13 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True):
     sequences: list[SequenceOutput]
 
 
+STEP_BOUNDS = tuple(1 << power for power in range(15))  # of the buckets below: at most 1, 2, 4, ... 16384, and more
+
+
+def _buckets() -> list[int]:
+    return [0] * (len(STEP_BOUNDS) + 1)
+
+
 class CoreStats(msgspec.Struct, array_like=True):
     """Gauges of this moment, counters since the core started. Field for field the proto's Stats."""
 
@@ -133,6 +140,12 @@ class CoreStats(msgspec.Struct, array_like=True):
     process_seconds: float = 0.0
     device_busy_seconds: float = 0.0
     device_gap_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    collect_seconds: float = 0.0
+    scheduled_rows: int = 0
+    scheduled_tokens: int = 0
+    step_rows: list[int] = msgspec.field(default_factory=_buckets)
+    step_tokens: list[int] = msgspec.field(default_factory=_buckets)
 
 
 class StatsReply(msgspec.Struct, tag="stats", array_like=True):

@@ -27,14 +27,16 @@ class Choice:
     Attributes:
         tokens: how many tokens count for this index.
         finish: how it ended (None while it runs).
+        reason: the same as the caller is told it.
     """
 
-    __slots__ = ("_plan", "_text", "finish", "index", "tokens")
+    __slots__ = ("_plan", "_text", "finish", "index", "reason", "tokens")
 
     def __init__(self, index: int, plan: Plan, text: TextStream | None) -> None:
         self.index = index
         self.tokens = 0
         self.finish: FinishReason | None = None
+        self.reason = pb.FINISH_REASON_UNSPECIFIED
         self._plan = plan
         self._text = text
 
@@ -59,8 +61,9 @@ class Choice:
         self.finish = finish
         messages = self._deltas(text, ids)
         if finish is not None:
-            finished = pb.GenerateResponse(finished=self._finished(finish, stop, ids))
-            messages.append(finished.SerializeToString())
+            finished = self._finished(finish, stop, ids)
+            self.reason = finished.reason
+            messages.append(pb.GenerateResponse(finished=finished).SerializeToString())
         return messages
 
     def _read(self, stream: TextStream, ids: Sequence[int], finish: FinishReason | None) -> tuple[str, str | None, int]:

@@ -22,7 +22,8 @@ class ServiceConfig:
         served_model_names: what `model` may be called in requests; the first is the principal one.
         address: HOST:PORT (port 0: any free one) or unix:/PATH, for InferenceService, health and reflection.
         own_address: a second one for the same, of this process alone where several share `address`: who connects there
-            chooses the process, and so can spread his calls evenly.
+            chooses the process, and so can spread his calls evenly. Beside its Unix socket lie the process's figures,
+            which whoever serves the metrics reads: the sockets of one engine have a folder of their own.
         admin_address: the same for AdminService. AUTO is a Unix socket that only its owner may open (0600), without a
             key; a TCP address needs a key with `admin`. None: this process serves none (another worker does).
         api_keys: who may call. Without any, only loopback and Unix addresses may be bound.

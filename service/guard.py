@@ -6,7 +6,6 @@ generic message, and the story in the log.
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
@@ -15,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from service.auth import Metadata
 from service.errors import ApiError
+from service.figures import Figures
 from service.wire import serialized
 
 logger = logging.getLogger(__name__)
@@ -31,12 +31,12 @@ class Guard(grpc.aio.ServerInterceptor):
 
     Args:
         check: raises ApiError where a call's metadata does not let it pass.
-        calls: (method's name, status code's name) -> how many calls have ended so.
+        figures: where calls are counted by method and status.
     """
 
-    def __init__(self, check: Callable[[Metadata], object], calls: Counter[tuple[str, str]]) -> None:
+    def __init__(self, check: Callable[[Metadata], object], figures: Figures) -> None:
         self._check = check
-        self.calls = calls
+        self._figures = figures
 
     async def intercept_service(
         self,
@@ -103,13 +103,13 @@ class Guard(grpc.aio.ServerInterceptor):
                 generic = ApiError(grpc.StatusCode.INTERNAL, "INTERNAL", "internal error; the server's log has more")
                 await context.abort(generic.code, generic.message, generic.trailers())
             finally:
-                self.calls[name, code] += 1
+                self._figures.calls.add(name, code)
 
         return guarded
 
     def _refuse(self, method: str, refusal: ApiError) -> Callable[[Any, Context], Awaitable[None]]:
         async def refused(_: Any, context: Context) -> None:
-            self.calls[method.rpartition("/")[2], refusal.code.name] += 1
+            self._figures.calls.add(method.rpartition("/")[2], refusal.code.name)
             await context.abort(refusal.code, refusal.message, refusal.trailers())
 
         return refused

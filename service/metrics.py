@@ -1,9 +1,9 @@
-"""Prometheus metrics of one service process, over HTTP. Knows the engine only through its stats."""
+"""Prometheus metrics of an engine, over HTTP: its core's and those of its service processes. Asks when it is asked."""
 
 import asyncio
 import concurrent.futures
 import logging
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
@@ -13,7 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.client import CoreClient, CoreDied
-from engine.messages import CoreStats
+from engine.messages import STEP_BOUNDS, CoreStats
+from service.figures import Figures, histogram
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,36 @@ _GAUGES = frozenset(
         "last_step_tokens",
     )
 )
+# The sum that belongs to a list of counts by STEP_BOUNDS.
+_SUMS = {"step_rows": "scheduled_rows", "step_tokens": "scheduled_tokens"}
 _SCRAPE_SECONDS = 5.0
+
+# What a figure is called by vLLM (0.26), whose dashboards and autoscalers know it by that name.
+VLLM_NAMES = {
+    "fulcrum_engine_running_sequences": "vllm:num_requests_running",
+    "fulcrum_engine_waiting_sequences": "vllm:num_requests_waiting",
+    "fulcrum_engine_kv_usage_ratio": "vllm:kv_cache_usage_perc",
+    "fulcrum_engine_preemptions": "vllm:num_preemptions",
+    "fulcrum_engine_prefix_query_tokens": "vllm:prefix_cache_queries",
+    "fulcrum_engine_prefix_hit_tokens": "vllm:prefix_cache_hits",
+    "fulcrum_engine_generated_tokens": "vllm:generation_tokens",
+    "fulcrum_engine_step_tokens": "vllm:iteration_tokens_total",
+    "fulcrum_service_prompt_tokens": "vllm:prompt_tokens",
+    "fulcrum_service_cached_tokens": "vllm:prompt_tokens_cached",
+    "fulcrum_service_finished": "vllm:request_success",
+    "fulcrum_service_queue_seconds": "vllm:request_queue_time_seconds",
+    "fulcrum_service_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "fulcrum_service_inter_token_seconds": "vllm:inter_token_latency_seconds",
+    "fulcrum_service_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "fulcrum_service_request_seconds": "vllm:e2e_request_latency_seconds",
+    "fulcrum_service_prefill_seconds": "vllm:request_prefill_time_seconds",
+    "fulcrum_service_decode_seconds": "vllm:request_decode_time_seconds",
+    "fulcrum_service_request_prompt_tokens": "vllm:request_prompt_tokens",
+    "fulcrum_service_request_generated_tokens": "vllm:request_generation_tokens",
+    "fulcrum_service_request_max_tokens": "vllm:request_params_max_tokens",
+}
+# vLLM's finished_reason, where it has another word.
+_VLLM_REASONS = {"tool_calls": "stop", "cancel": "abort", "deadline": "abort", "unavailable": "abort"}
 
 
 class EngineCollector(Collector):
@@ -40,31 +70,24 @@ class EngineCollector(Collector):
 
     Args:
         core: the engine.
-        calls: (method, status code) -> how many calls have ended so.
+        figures: what its service processes count.
+        model: the label model_name of vLLM's names.
         loop: the event loop that `core` belongs to.
     """
 
-    def __init__(self, core: CoreClient, calls: Counter[tuple[str, str]], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, core: CoreClient, figures: Figures, model: str, loop: asyncio.AbstractEventLoop) -> None:
         self._core = core
-        self._calls = calls
+        self._figures = figures
+        self._model = model
         self._loop = loop
 
     def collect(self) -> Iterator[Metric]:
         """Runs in a thread of the HTTP server."""
         stats = self._stats()
         yield GaugeMetricFamily("fulcrum_engine_up", "Whether the engine core answers.", value=stats is not None)
-        if stats is not None:
-            for name in stats.__struct_fields__:
-                value = float(getattr(stats, name))
-                text = name.replace("_", " ").capitalize() + "; see Stats in fulcrum/v1/inference.proto."
-                kind = GaugeMetricFamily if name in _GAUGES else CounterMetricFamily
-                yield kind(f"fulcrum_engine_{name}", text, value=value)
-        calls = CounterMetricFamily(
-            "fulcrum_service_calls", "RPCs of this process that have ended, by status.", labels=("method", "code")
-        )
-        for (method, code), count in self._calls.copy().items():
-            calls.add_metric((method, code), count)
-        yield calls
+        metrics = [*self._figures.metrics(), *([] if stats is None else of_core(stats))]
+        yield from metrics
+        yield from (vllm_metric(metric, self._model) for metric in metrics if metric.name in VLLM_NAMES)
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: registering must not ask the engine."""
@@ -78,6 +101,34 @@ class EngineCollector(Collector):
             asked.cancel()
             logger.warning("the engine core does not answer a scrape: %r", error)
             return None
+
+
+def of_core(stats: CoreStats) -> Iterator[Metric]:
+    """Every field under its own name: counters, gauges, and histograms of the lists."""
+    for name in stats.__struct_fields__:
+        value = getattr(stats, name)
+        full, text = f"fulcrum_engine_{name}", name.replace("_", " ").capitalize() + "; see Stats in inference.proto."
+        if isinstance(value, list):
+            yield histogram(full, text, STEP_BOUNDS, value, getattr(stats, _SUMS[name]))
+        else:
+            yield (GaugeMetricFamily if name in _GAUGES else CounterMetricFamily)(full, text, value=float(value))
+    text = "Pages that running sequences hold, of all."
+    yield GaugeMetricFamily("fulcrum_engine_kv_usage_ratio", text, value=stats.used_pages / max(1, stats.total_pages))
+
+
+def vllm_metric(metric: Metric, model: str) -> Metric:
+    """The same figure under vLLM's name, and with its labels."""
+    alias = VLLM_NAMES[metric.name]
+    sums: defaultdict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
+    for sample in metric.samples:
+        labels = {"model_name": model, "engine": "0"} | sample.labels
+        if reason := labels.pop("reason", ""):
+            labels["finished_reason"] = _VLLM_REASONS.get(reason, reason)
+        sums[alias + sample.name.removeprefix(metric.name), tuple(labels.items())] += sample.value
+    renamed = Metric(alias, metric.documentation, metric.type)
+    for (name, pairs), value in sums.items():
+        renamed.add_sample(name, dict(pairs), value)
+    return renamed
 
 
 class MetricsServer:

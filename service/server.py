@@ -6,7 +6,6 @@ import os
 import socket
 import stat
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from service.admin import AdminServicer
 from service.auth import Authenticator
 from service.config import AUTO, ServiceConfig, is_unix, split_address, unix_path
 from service.errors import draining, engine_dead
+from service.figures import SUFFIX, Figures
 from service.grammar import GrammarCompiler
 from service.guard import Guard
 from service.live import LiveCalls
@@ -81,7 +81,8 @@ async def serve(
     loop = asyncio.get_running_loop()
     model = await asyncio.to_thread(ServedModel.load, config)
     authenticator = Authenticator(config.key_ring(), config.max_priority)
-    calls: Counter[tuple[str, str]] = Counter()
+    own = config.own_address or ""
+    figures = Figures(unix_path(own).with_suffix(SUFFIX) if is_unix(own) else None)
     live = LiveCalls(config.request_timeout)
     grammars = GrammarCompiler(
         model.prompts.tokenizer, core.info.vocab_size, core.info.eos_token_ids, seconds=config.grammar_timeout
@@ -93,9 +94,18 @@ async def serve(
     async with AsyncExitStack() as cleanup:
         cleanup.callback(model.prompts.close)
         cleanup.push_async_callback(grammars.close)
-        main = _new_server(config, Guard(authenticator.caller, calls))
+        main = _new_server(config, Guard(authenticator.caller, figures))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceServicer(core, model, authenticator, live, grammars, share_prefixes=config.share_prefixes), main
+            InferenceServicer(
+                core,
+                model,
+                authenticator,
+                live,
+                grammars=grammars,
+                figures=figures,
+                share_prefixes=config.share_prefixes,
+            ),
+            main,
         )
         health_pb2_grpc.add_HealthServicer_to_server(health, main)
         _add_reflection(main, (INFERENCE, HEALTH))
@@ -108,7 +118,7 @@ async def serve(
         if admin_address is not None:
             # Who may open the socket may administer.
             check = (lambda _: None) if is_unix(admin_address) else authenticator.admin
-            admin = _new_server(config, Guard(check, calls))
+            admin = _new_server(config, Guard(check, figures))
             inference_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(core, live), admin)
             health_pb2_grpc.add_HealthServicer_to_server(health, admin)
             _add_reflection(admin, (ADMIN, HEALTH))
@@ -119,7 +129,8 @@ async def serve(
         metrics_address = None
         if config.metrics_port is not None:
             host = "127.0.0.1" if is_unix(config.address) else split_address(config.address)[0]
-            metrics = MetricsServer(host, config.metrics_port, EngineCollector(core, calls, loop))
+            collector = EngineCollector(core, figures, model.names[0], loop)
+            metrics = MetricsServer(host, config.metrics_port, collector)
             cleanup.push_async_callback(metrics.close)
             metrics_address = f"{f'[{host}]' if ':' in host else host}:{metrics.port}"
 

@@ -1,8 +1,6 @@
 """InferenceService: the life of one call. Knows the engine only through CoreClient; nothing of sockets and health."""
 
 import logging
-import time
-from collections.abc import Iterable
 from typing import Any
 
 import grpc
@@ -15,20 +13,20 @@ from fulcrum.v1 import inference_pb2_grpc
 from service.auth import Authenticator
 from service.choice import Choice
 from service.errors import Violation, draining, engine_dead, invalid
+from service.figures import Figures
 from service.grammar import Compiled, GrammarCompiler, invalid_grammar
 from service.live import LiveCalls
 from service.model import ServedModel
 from service.output_grammar import output_grammar
 from service.parsed_choice import ParsedChoice
 from service.parsers.output_parser import Reading
+from service.record import Record
 from service.tools import must_call
 from service.validate import Plan, Violations, fit, plan, refusal, window_exceeded
 
 logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-_LABEL_LENGTH = 128
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -41,6 +39,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         live: the open Generate calls.
         grammars: compiles what constrains a text.
         share_prefixes: as in ServiceConfig.
+        figures: counts what happens.
     """
 
     def __init__(
@@ -49,11 +48,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         model: ServedModel,
         authenticator: Authenticator,
         live: LiveCalls,
-        grammars: GrammarCompiler,
         *,
+        grammars: GrammarCompiler,
+        figures: Figures,
         share_prefixes: bool,
     ) -> None:
         self._core = core
+        self._figures = figures
         self._grammars = grammars
         self._model = model
         self._authenticator = authenticator
@@ -62,20 +63,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Everything that can be refused is refused before `Accepted`; see the proto for the order of the events."""
-        arrival = time.monotonic()
+        record = Record(self._figures, context.invocation_metadata())
         if self._core.draining:
             raise draining()
-        async with self._live.call():
-            try:
-                await self._generate(request, context, arrival)
-            except CoreDied as error:
-                raise engine_dead() from error
+        try:
+            async with self._live.call():
+                try:
+                    await self._generate(request, context, record)
+                except CoreDied as error:
+                    raise engine_dead() from error
+        except BaseException as error:
+            record.end(error, context.time_remaining())
+            raise
+        record.end(None, None)
 
-    async def _generate(self, request: pb.GenerateRequest, context: Context, arrival: float) -> None:
+    async def _generate(self, request: pb.GenerateRequest, context: Context, record: Record) -> None:
         core, model = self._core, self._model
         name = model.resolve(request.model)
-        metadata = context.invocation_metadata()
-        caller = self._authenticator.caller(metadata)
+        caller = self._authenticator.caller(context.invocation_metadata())
         asked = plan(request, core.info, model.defaults, caller)
         if asked.constraint is not None and must_call(request.chat.tool_choice):
             text = f"{asked.constraint.kind} and a call that must come exclude each other"
@@ -95,22 +100,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             priority=asked.priority,
             salt=self._salt(caller.tenant, asked.salt),
             bypass_cache=asked.bypass_cache,
-            arrival=arrival,
+            arrival=record.arrival,
             grammar="" if grammar is None else grammar.key,
         )
         stream = await self._submit(job, grammar, field)
-        label = _label(metadata)
-        logger.debug("request %s (%s) is accepted: %d prompt tokens", asked.request_id, label, len(prompt))
+        record.accept(asked.request_id, len(prompt), params.max_tokens, params.n)
+        logger.debug("request %s (%s) is accepted: %d prompt tokens", asked.request_id, record.label, len(prompt))
         try:
             await context.write(pb.GenerateResponse(accepted=pb.Accepted(request_id=asked.request_id, model=name)))
             choices = [self._choice(index, asked, field, reading) for index in range(params.n)]
-            usage = await self._stream(stream, job, choices, context)
+            usage = await self._stream(stream, choices, record, context)
             await context.write(pb.GenerateResponse(usage=usage))
         finally:
             # Before anything is forgotten. Once the core has ended the request, its id may be another's.
             if not stream.ended:
                 core.abort_soon(stream)
-                logger.info("request %s (%s) ended early", asked.request_id, label)
+                logger.info("request %s (%s) ended early", asked.request_id, record.label)
 
     def _salt(self, tenant: str, salt: str) -> str:
         """A salt that no other tenant has, whatever he asks for: names of tenants hold no NUL."""
@@ -144,28 +149,25 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     raise refusal(rejected, job, prompt_field, self._core.info) from rejected
         raise AssertionError("the last try returns or raises")
 
-    async def _stream(self, stream: RequestStream, job: Request, choices: list[Choice], context: Context) -> pb.Usage:
+    async def _stream(self, stream: RequestStream, choices: list[Choice], record: Record, context: Context) -> pb.Usage:
         """Writes everything between Accepted and Usage; a write waits for a slow reader, the stream merges."""
         core, write = self._core, context.write
         running = len(choices)
-        cached_tokens = 0
-        started = first = 0.0
         async for event in stream:
             if isinstance(event, RequestStart):
-                started, cached_tokens = event.at, event.cached_tokens
-                prompt_tokens = len(job.prompt)
-                await write(
-                    pb.GenerateResponse(started=pb.Started(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
-                )
+                record.start(event.at, event.cached_tokens)
+                started = pb.Started(prompt_tokens=record.prompt_tokens, cached_tokens=record.cached_tokens)
+                await write(pb.GenerateResponse(started=started))
                 continue
-            first = first or time.monotonic()
             for output in event:
                 choice = choices[output.index]
                 if choice.finish is not None:
                     continue  # sampled after a stop string had ended it
+                record.take(output.index, len(output.token_ids))
                 messages = choice.take(output)
                 if choice.finish is not None:
                     running -= 1
+                    record.finish(choice)
                     if output.finish is None:  # a stop string
                         core.end_sequence(stream, choice.index)
                 for message in messages:
@@ -173,16 +175,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if not running:
                 break
         if running:
-            raise RuntimeError(f"the engine ended request {job.request_id} with {running} sequences unfinished")
-        last = time.monotonic()
-        return pb.Usage(
-            prompt_tokens=len(job.prompt),
-            completion_tokens=sum(choice.tokens for choice in choices),
-            cached_tokens=cached_tokens,
-            queue_seconds=started - job.arrival,
-            prefill_seconds=first - started,
-            decode_seconds=last - first,
-        )
+            raise RuntimeError(f"the engine ended request {record.request_id} with {running} sequences unfinished")
+        return record.usage()
 
     def _choice(self, index: int, asked: Plan, prompt_field: str, reading: Reading | None) -> Choice:
         after_prompt = prompt_field != "chat"
@@ -240,8 +234,3 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             version=info.version,
             created=self._model.created,
         )
-
-
-def _label(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The caller's own name of the request (metadata x-request-id, printable by gRPC's rules), "-" without one."""
-    return next((str(value)[:_LABEL_LENGTH] for key, value in metadata or () if key == "x-request-id"), "-")

@@ -458,3 +458,16 @@ async def test_a_grammar_is_loaded_once_for_all_clients_and_limits_the_requests_
         async with connected(served) as three:
             with pytest.raises(GrammarError, match="another vocabulary"):
                 await three.load_grammar("more", data, lambda: other)
+
+
+async def test_steps_are_counted_by_their_size(served: Served) -> None:
+    """A prompt of three tokens in one step, then three steps of one token each."""
+    async with connected(served) as client:
+        await read(await client.submit(request("a", max_tokens=4)))
+        stats = await client.stats()
+    assert (stats.steps, stats.scheduled_rows, stats.scheduled_tokens) == (4, 4, 6)
+    assert (stats.step_rows[:3], sum(stats.step_rows)) == ([4, 0, 0], 4)
+    assert (stats.step_tokens[:4], sum(stats.step_tokens)) == ([3, 0, 1, 0], 4)  # at most 1, 2, 4 and 8
+    assert stats.launch_seconds > 0
+    assert stats.collect_seconds > 0
+    assert stats.launch_seconds + stats.collect_seconds <= stats.execute_seconds

@@ -9,9 +9,7 @@ import struct
 import subprocess
 import sys
 import time
-import urllib.request
 from asyncio.subprocess import PIPE
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from engine.request import FinishReason
 from fulcrum.v1 import inference_pb2 as pb
 from service.errors import draining
+from service.figures import Figures
 from service.guard import Guard
 from service.server import ADMIN, INFERENCE
 
@@ -411,31 +410,7 @@ async def test_pings_every_five_seconds_are_tolerated(make_core, serving):
         assert await asyncio.to_thread(ping_until, port, 5.0, 6) is None
 
 
-# -------------------- metrics
-
-
-async def test_metrics(make_core, serving):
-    core = make_core()
-    async with serving(core, metrics_port=0) as server:
-        call = await begin(server)
-        await end_of(server.stub.Generate(prompt("bad", n=0)))
-
-        def scrape():
-            with urllib.request.urlopen(f"http://{server.addresses.metrics_address}/metrics", timeout=20) as reply:
-                return reply.read().decode()
-
-        text = await asyncio.to_thread(scrape)
-        assert "fulcrum_engine_up 1.0" in text
-        assert "fulcrum_engine_live_requests 1.0" in text
-        assert "fulcrum_engine_steps_total 41.0" in text
-        assert re.search(r'fulcrum_service_calls_total\{code="INVALID_ARGUMENT",method="Generate"\} 1\.0', text)
-        call.cancel()
-        await core.until(lambda: not core.streams)
-        text = await asyncio.to_thread(scrape)
-        assert "fulcrum_engine_live_requests 0.0" in text
-        assert 'code="CANCELLED",method="Generate"} 1.0' in text
-        core.die()
-        assert "fulcrum_engine_up 0.0" in await asyncio.to_thread(scrape)
+# -------------------- the process
 
 
 def test_importing_the_service_loads_no_torch():
@@ -456,11 +431,12 @@ async def test_a_caller_that_goes_while_it_is_refused_is_no_fault():
     async def continuation(details):
         return grpc.unary_stream_rpc_method_handler(refuse, pb.GenerateRequest.FromString)
 
-    guard = Guard(lambda _: None, Counter())
+    figures = Figures()
+    guard = Guard(lambda _: None, figures)
     handler = await guard.intercept_service(continuation, SimpleNamespace(method="/x/Generate", invocation_metadata=()))
     with pytest.raises(asyncio.CancelledError):
         await handler.unary_stream(b"", Gone())
-    assert guard.calls == {("Generate", "UNAVAILABLE"): 1}
+    assert figures.calls["Generate", "UNAVAILABLE"] == 1
 
 
 async def test_a_unix_socket_that_is_served_is_not_taken_over_but_a_dead_one_is(make_core, serving, tmp_path):

@@ -459,7 +459,7 @@ class WatchStatsResponse(_message.Message):
     def __init__(self, stats: _Optional[_Union[Stats, _Mapping]] = ...) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("uptime_seconds", "running_sequences", "waiting_sequences", "live_requests", "total_pages", "free_pages", "cached_pages", "used_pages", "steps", "last_step_rows", "max_step_rows", "last_step_tokens", "prefill_tokens", "generated_tokens", "prefix_query_tokens", "prefix_hit_tokens", "preemptions", "requests_accepted", "requests_rejected", "requests_finished", "requests_aborted", "schedule_seconds", "execute_seconds", "process_seconds", "device_busy_seconds", "device_gap_seconds")
+    __slots__ = ("uptime_seconds", "running_sequences", "waiting_sequences", "live_requests", "total_pages", "free_pages", "cached_pages", "used_pages", "steps", "last_step_rows", "max_step_rows", "last_step_tokens", "prefill_tokens", "generated_tokens", "prefix_query_tokens", "prefix_hit_tokens", "preemptions", "requests_accepted", "requests_rejected", "requests_finished", "requests_aborted", "schedule_seconds", "execute_seconds", "process_seconds", "device_busy_seconds", "device_gap_seconds", "launch_seconds", "collect_seconds", "scheduled_rows", "scheduled_tokens", "step_rows", "step_tokens")
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     WAITING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -486,6 +486,12 @@ class Stats(_message.Message):
     PROCESS_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_GAP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COLLECT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_ROWS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     uptime_seconds: float
     running_sequences: int
     waiting_sequences: int
@@ -512,7 +518,13 @@ class Stats(_message.Message):
     process_seconds: float
     device_busy_seconds: float
     device_gap_seconds: float
-    def __init__(self, uptime_seconds: _Optional[float] = ..., running_sequences: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., live_requests: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., steps: _Optional[int] = ..., last_step_rows: _Optional[int] = ..., max_step_rows: _Optional[int] = ..., last_step_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., requests_accepted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., schedule_seconds: _Optional[float] = ..., execute_seconds: _Optional[float] = ..., process_seconds: _Optional[float] = ..., device_busy_seconds: _Optional[float] = ..., device_gap_seconds: _Optional[float] = ...) -> None: ...
+    launch_seconds: float
+    collect_seconds: float
+    scheduled_rows: int
+    scheduled_tokens: int
+    step_rows: _containers.RepeatedScalarFieldContainer[int]
+    step_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, uptime_seconds: _Optional[float] = ..., running_sequences: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., live_requests: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., steps: _Optional[int] = ..., last_step_rows: _Optional[int] = ..., max_step_rows: _Optional[int] = ..., last_step_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., requests_accepted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., schedule_seconds: _Optional[float] = ..., execute_seconds: _Optional[float] = ..., process_seconds: _Optional[float] = ..., device_busy_seconds: _Optional[float] = ..., device_gap_seconds: _Optional[float] = ..., launch_seconds: _Optional[float] = ..., collect_seconds: _Optional[float] = ..., scheduled_rows: _Optional[int] = ..., scheduled_tokens: _Optional[int] = ..., step_rows: _Optional[_Iterable[int]] = ..., step_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetTraceRequest(_message.Message):
     __slots__ = ("request_id",)

@@ -1,0 +1,118 @@
+"""What happens to one Generate call, and when: the one place where its figures come from. Knows no engine."""
+
+import asyncio
+import time
+from collections.abc import Iterable
+
+import grpc
+
+from fulcrum.v1 import inference_pb2 as pb
+from service.choice import Choice
+from service.errors import ApiError
+from service.figures import Figures
+
+_LABEL_LENGTH = 128
+# A caller's clock began before the request arrived here, so that its deadline passes a little before ours.
+_TRAVEL_SECONDS = 0.05
+_ENDINGS = {
+    grpc.StatusCode.ABORTED: "abort",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "deadline",
+    grpc.StatusCode.UNAVAILABLE: "unavailable",
+}
+
+
+class Record:
+    """Follows one call. Times are of time.monotonic(), in seconds; 0 is "not yet".
+
+    Args:
+        figures: where it is counted.
+        metadata: of the call.
+
+    Attributes:
+        label: the caller's own name of the request (metadata x-request-id, printable by gRPC's rules), "-" without one.
+        arrival, started, first, last: when it came, was first scheduled, had its first and its last token.
+        cached_tokens: of the prompt.
+        tokens: generated, of all sequences that have finished.
+    """
+
+    def __init__(self, figures: Figures, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
+        self._figures = figures
+        self.arrival = time.monotonic()
+        self.label = next((str(value)[:_LABEL_LENGTH] for key, value in metadata or () if key == "x-request-id"), "-")
+        self.request_id = "-"
+        self.started = self.first = self.last = 0.0
+        self.prompt_tokens = self.cached_tokens = self.max_tokens = self.tokens = 0
+        self._running = 0
+        self._firsts: list[float] = []
+        self._lasts: list[float] = []
+
+    def accept(self, request_id: str, prompt_tokens: int, max_tokens: int, n: int) -> None:
+        """The core has queued it."""
+        self.request_id, self.prompt_tokens, self.max_tokens = request_id, prompt_tokens, max_tokens
+        self._running = n
+        self._firsts = [0.0] * n
+        self._lasts = [0.0] * n
+
+    def start(self, at: float, cached_tokens: int) -> None:
+        """Its first step has been scheduled."""
+        self.started, self.cached_tokens = at, cached_tokens
+        self._figures.queue.observe(at - self.arrival)
+        self._figures.prompt_tokens.add(by=self.prompt_tokens)
+        self._figures.cached_tokens.add(by=cached_tokens)
+
+    def take(self, index: int, tokens: int) -> None:
+        """So many tokens of one sequence have come together; each of them took its share of the time since the last."""
+        if self.first and not tokens:
+            return
+        now = time.monotonic()
+        last, self._lasts[index] = self._lasts[index], now
+        if last:
+            self._figures.inter_token.observe((now - last) / tokens, tokens)
+            return
+        self._firsts[index] = now
+        if not self.first:
+            self.first = now
+            self._figures.first_token.observe(now - self.arrival)
+
+    def finish(self, choice: Choice) -> None:
+        """One sequence is complete."""
+        self._running -= 1
+        self.tokens += choice.tokens
+        self._figures.finished.add(pb.FinishReason.Name(choice.reason).removeprefix("FINISH_REASON_").lower())
+        if choice.tokens > 1:
+            passed = self._lasts[choice.index] - self._firsts[choice.index]
+            self._figures.per_token.observe(passed / (choice.tokens - 1))
+
+    def usage(self) -> pb.Usage:
+        """What the caller is told, once all sequences are complete."""
+        self.last = max(self._lasts)
+        return pb.Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.tokens,
+            cached_tokens=self.cached_tokens,
+            queue_seconds=self.started - self.arrival,
+            prefill_seconds=self.first - self.started,
+            decode_seconds=self.last - self.first,
+        )
+
+    def end(self, error: BaseException | None, remaining: float | None) -> None:
+        """The call has ended: well, or by this error with so many seconds of its deadline left."""
+        if error is not None:
+            self._figures.finished.add(ending(error, remaining), by=self._running)
+            return
+        figures = self._figures
+        figures.end_to_end.observe(time.monotonic() - self.arrival)
+        figures.prefill.observe(self.first - self.started)
+        figures.decode.observe(self.last - self.first)
+        figures.request_prompt_tokens.observe(self.prompt_tokens)
+        figures.request_tokens.observe(self.tokens)
+        figures.max_tokens.observe(self.max_tokens)
+
+
+def ending(error: BaseException, remaining: float | None) -> str:
+    """Which of FINISHES an error is, with so many seconds of the caller's deadline left (None: no deadline)."""
+    if isinstance(error, ApiError):
+        return _ENDINGS.get(error.code, "error")
+    if isinstance(error, asyncio.CancelledError | grpc.aio.InternalError):  # the caller has gone
+        return "cancel" if remaining is None or remaining > _TRAVEL_SECONDS else "deadline"
+    return "error"
