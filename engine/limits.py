@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from engine.request import RejectReason, Request, RequestRejected
 
+MAX_LISTED_IDS = 1024  # of logit_bias, and of stop_token_ids: a row of the device's tables holds them
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -28,8 +30,11 @@ class Limits:
             if value < 1:
                 raise RequestRejected(RejectReason.INVALID, f"{name} must be at least 1, not {value}", name)
         self._check_ids("prompt", request.prompt)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", tuple(params.logit_bias))
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(params.logit_bias))):
+            self._check_ids(name, ids)
+            if len(ids) > MAX_LISTED_IDS:
+                message = f"{name} has {len(ids)} token ids; at most {MAX_LISTED_IDS} are taken"
+                raise RequestRejected(RejectReason.INVALID, message, name)
         prompt, length = len(request.prompt), len(request.prompt) + params.max_tokens
         asked = f"{prompt} prompt tokens and max_tokens {params.max_tokens} are {length} tokens"
         field = "prompt" if prompt >= min(self.max_model_len, self.pool_tokens) else "max_tokens"

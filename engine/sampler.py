@@ -182,24 +182,20 @@ class Sampler:
         """Whether one of these rows has top_k or top_p."""
         return bool((self._uses[rows] & (_Uses.TOP_K | _Uses.TOP_P)).any())
 
-    def adjusted(self, rows: Integers, num_tokens: Integers) -> Integers:
-        """Positions of the rows whose logits `adjust` would change, masks aside."""
-        if self._processors:
-            return np.arange(len(rows))
+    def adjusts(self, rows: Integers, num_tokens: Integers) -> bool:
+        """Whether one of these rows has bias, penalties or barred stop tokens."""
         stages = (self._uses[rows] & (_Uses.BIAS | _Uses.PENALTIES)) != 0
-        return np.flatnonzero(stages | (num_tokens < self._masked_until[rows]))
+        return bool((stages | (num_tokens < self._masked_until[rows])).any())
 
-    def adjust(
-        self, logits: Tensor, rows: Integers, token_ids: Tensor, num_tokens: Integers, masks: Masks = ()
-    ) -> Tensor:
-        """The first half of `sample`, whose arguments it takes: the logits as a token is chosen from them.
+    def process(self, logits: Tensor, rows: Integers, num_tokens: Integers, token_ids: Tensor) -> Tensor:
+        """What users' processors make of the logits of rows (as in `sample`), into which they may write.
 
         Raises:
-            LogitsProcessorError: a user's processor raised, or returned something that is not logits.
+            LogitsProcessorError: a processor raised, or returned something that is not logits.
         """
-        return self._allow(self._adjust(logits, self._batch(rows, num_tokens), token_ids), masks)
+        return apply_logits_processors(self._processors, logits, self._logits_rows(rows, num_tokens, token_ids))
 
-    def _batch(self, rows: Sequence[int] | Integers, num_tokens: Sequence[int] | Integers) -> _Batch:
+    def _batch(self, rows: Sequence[int], num_tokens: Sequence[int]) -> _Batch:
         row, length = np.asarray(rows, dtype=np.int64), np.asarray(num_tokens, dtype=np.int64)
         return _Batch(row, length, self._put(row), self._put(length))
 
@@ -230,7 +226,7 @@ class Sampler:
 
             logits = self._stage(penalized, penalties, batch, logits)
         if self._processors:
-            logits = apply_logits_processors(self._processors, logits, self._logits_rows(batch, token_ids))
+            logits = self.process(logits, batch.host_row, batch.host_length, token_ids)
         if masked.size:
             barred = torch.full((), -torch.inf, device=self._device)
             logits = logits.index_put(self._entries(self._stop_ids, batch, masked), barred)
@@ -289,14 +285,14 @@ class Sampler:
         chosen = [ids[row] for row in batch.host_row[positions]]
         return self._put(np.repeat(positions, [len(row) for row in chosen])), self._put(np.concatenate(chosen))
 
-    def _logits_rows(self, batch: _Batch, token_ids: Tensor) -> list[LogitsRow]:
-        rows = []
-        for row, length in zip(batch.host_row.tolist(), batch.host_length.tolist(), strict=True):
+    def _logits_rows(self, rows: Integers, num_tokens: Integers, token_ids: Tensor) -> list[LogitsRow]:
+        known = []
+        for row, length in zip(rows.tolist(), num_tokens.tolist(), strict=True):
             init = self._inits[row]
             if init is None:
                 raise ValueError(f"row {row} was never added")
-            rows.append(LogitsRow(token_ids[row, :length], init.prompt_length, init.index, init.params))
-        return rows
+            known.append(LogitsRow(token_ids[row, :length], init.prompt_length, init.index, init.params))
+        return known
 
     def _put(self, array: Integers | NDArray[np.float32] | NDArray[np.float64]) -> Tensor:
         host = torch.from_numpy(array)

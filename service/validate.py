@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import grpc
 
+from engine.limits import MAX_LISTED_IDS
 from engine.messages import CoreInfo
 from engine.model.config import GenerationDefaults
 from engine.request import RejectReason, Request, RequestRejected, SamplingParams
@@ -30,7 +31,6 @@ _PROTO_PATHS = {
 MAX_N = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1000
-MAX_STOP_TOKEN_IDS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_REQUEST_ID_BYTES = 128
 MAX_SALT_BYTES = 256
@@ -232,6 +232,8 @@ def _sampling(
     repetition = chosen("repetition_penalty", defaults.repetition_penalty, 0, 2, above=True)
     bad.number("sampling.presence_penalty", given.presence_penalty, -2, 2)
     bad.number("sampling.frequency_penalty", given.frequency_penalty, -2, 2)
+    count = len(given.logit_bias)
+    bad.unless(count <= MAX_LISTED_IDS, "sampling.logit_bias", f"{count} are given; at most {MAX_LISTED_IDS} are taken")
     for token_id, bias in given.logit_bias.items():
         field = f"sampling.logit_bias[{token_id}]"
         bad.unless(token_id < info.vocab_size, field, f"the token id is out of the vocabulary of {info.vocab_size}")
@@ -273,8 +275,8 @@ def _check_stopping(stopping: pb.StoppingCriteria, info: CoreInfo, bad: Violatio
         )
     count = len(stopping.stop_token_ids)
     field = "stopping.stop_token_ids"
-    bad.unless(count <= MAX_STOP_TOKEN_IDS, field, f"{count} are given; at most {MAX_STOP_TOKEN_IDS} are taken")
-    bad.token_ids(field, stopping.stop_token_ids[:MAX_STOP_TOKEN_IDS], info.vocab_size)
+    bad.unless(count <= MAX_LISTED_IDS, field, f"{count} are given; at most {MAX_LISTED_IDS} are taken")
+    bad.token_ids(field, stopping.stop_token_ids[:MAX_LISTED_IDS], info.vocab_size)
 
 
 def _constraint(request: pb.GenerateRequest, bad: Violations) -> Constraint | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.model.errors import ModelError
 from engine.step import RowInit, Step
+from kernels.gpu.penalties import TABLE_WIDTH
 from kernels.gpu.prefill_attention import max_tiles, prefill_tiles
 
 Ints = NDArray[np.int32]
@@ -45,26 +46,29 @@ class StepInputs:
         rows, positions: (max_tokens,) of each token; row -1 is padding.
         last: (max_samples,) the token whose logits each sample is drawn from.
         sample_rows, lengths: (max_samples,) which row each sample goes to (-1 is padding), and its tokens so far.
+        mask_of: (max_samples,) which of the step's masks limits each sample; -1: none.
         tiles: (max_tiles, 4) of `prefill_attention`.
+        masks: (max_samples, V / 32) of `kernels.gpu.penalties`; sent beside the array, in a step that has some.
 
     Args:
         max_tokens, max_samples: largest step.
         block_m: queries of a tile.
+        vocab_size: V, the width of a mask in bits.
     """
 
-    def __init__(self, max_tokens: int, max_samples: int, block_m: int, device: torch.device) -> None:
+    def __init__(self, max_tokens: int, max_samples: int, block_m: int, vocab_size: int, device: torch.device) -> None:
         self._block_m = block_m
         tiles = max_tiles(max_tokens, 2 * max_samples, block_m)
-        sizes = (1, 1, max_tokens, max_tokens, max_samples, max_samples, max_samples, 4 * tiles)
+        sizes = (1, 1, max_tokens, max_tokens, *[max_samples] * 4, 4 * tiles)
         # Tiles begin where their four integers can be read at once.
         starts = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)]).tolist()
         self._parts = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
         self._all = torch.zeros(starts[-1], dtype=torch.int32, device=device)
         parts = [self._all[part] for part in self._parts]
-        self.num_decodes, self.num_tiles, self.rows, self.positions, self.last, self.sample_rows, self.lengths = parts[
-            :7
-        ]
-        self.tiles = parts[7].view(tiles, 4)
+        self.num_decodes, self.num_tiles, self.rows, self.positions = parts[:4]
+        self.last, self.sample_rows, self.lengths, self.mask_of = parts[4:8]
+        self.tiles = parts[8].view(tiles, 4)
+        self.masks = torch.empty(max_samples, -(-vocab_size // 32), dtype=torch.int32, device=device)
 
     def send(self, step: Step, lengths: Ints, pad: Callable[[Shape], Shape]) -> tuple[Shape, Ints, Ints]:
         """Copies a step's works and samples to the device, in the order of its stream.
@@ -78,7 +82,7 @@ class StepInputs:
         """
         host = pinned(self._all.numel(), self._all.device)
         array: Ints = host.numpy()
-        num_decodes, num_tiles, rows, positions, last, sample_rows, sample_lengths, tiles = (
+        num_decodes, num_tiles, rows, positions, last, sample_rows, sample_lengths, mask_of, tiles = (
             array[part] for part in self._parts
         )
         works = _integers(step.works, 3)
@@ -113,6 +117,12 @@ class StepInputs:
         lengths[drawn_rows] += 1
         last[count:padded_samples], sample_rows[count:padded_samples] = 0, -1
         sample_lengths[count:padded_samples] = 0
+        mask_of[:padded_samples] = -1
+        for mask, (sample, _) in enumerate(step.masks):
+            mask_of[sample] = mask
+        if step.masks:
+            bits = np.frombuffer(b"".join(bits for _, bits in step.masks), np.int32)
+            self.masks[: len(step.masks)].copy_(on_device(bits, self._all.device).view(len(step.masks), -1))
         self._all.copy_(host, non_blocking=True)
         return shape, drawn_rows, known
 
@@ -132,33 +142,36 @@ class RowState:
         token_ids: (rows, max_model_len + 1) int32; one column more for the token sampled to the window's end.
         page_table: (rows, max_pages) int32.
         params: (rows, 8) int32, of `kernels.gpu.sampling`.
+        adjustments: (rows, TABLE_WIDTH) int32, of `kernels.gpu.penalties`.
     """
 
     def __init__(self, rows: int, max_model_len: int, max_pages: int, device: torch.device) -> None:
-        widths = (max_model_len + 1, max_pages, 8)
+        widths = (max_model_len + 1, max_pages, 8, TABLE_WIDTH)
         if rows * sum(widths) >= 1 << 31:
             raise ModelError(
                 f"{rows} sequences of {max_model_len} tokens are too many: lower max_num_seqs or max_model_len"
             )
-        self._starts = [rows * sum(widths[:part]) for part in range(3)]
+        self._starts = [rows * sum(widths[:part]) for part in range(len(widths))]
         self._widths = widths
         self.flat = torch.zeros(rows * sum(widths), dtype=torch.int32, device=device)
         ends = [*self._starts[1:], len(self.flat)]
-        self.token_ids, self.page_table, self.params = (
+        self.token_ids, self.page_table, self.params, self.adjustments = (
             self.flat[start:end].view(rows, width) for start, end, width in zip(self._starts, ends, widths, strict=True)
         )
 
-    def changes(self, step: Step, params: Callable[[RowInit], Ints]) -> "Changes | None":
+    def changes(self, step: Step, pack: Callable[[RowInit], tuple[Ints, Ints]]) -> "Changes | None":
         """What a step changes in the rows before its works, on the device in the order of its stream; None: nothing.
 
         Args:
-            params: the eight sampling parameters of a row.
+            pack: a row of `params`, and the beginning of one of `adjustments`.
         """
         pieces: list[tuple[int, Ints]] = []
-        tokens, pages, sampling = self._starts
+        tokens, pages, sampling, adjustments = self._starts
         for init in step.inits:
+            params, adjustment = pack(init)
             pieces.append((tokens + init.row * self._widths[0], np.array(init.tokens, np.int32)))
-            pieces.append((sampling + init.row * self._widths[2], params(init)))
+            pieces.append((sampling + init.row * self._widths[2], params))
+            pieces.append((adjustments + init.row * self._widths[3], adjustment))
         for update in step.page_updates:
             offset = pages + update.row * self._widths[1] + update.first
             pieces.append((offset, np.array(update.pages, np.int32)))

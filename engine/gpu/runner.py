@@ -23,14 +23,16 @@ from engine.gpu.inputs import Ints, RowState, Shape, StepInputs, on_device, pinn
 from engine.logits import load_logits_processors
 from engine.model.errors import ModelError
 from engine.request import SamplingParams
-from engine.sampler import Masks, Sampler
+from engine.sampler import LEAST_REPETITION_PENALTY, Sampler
 from engine.step import DeviceLost, PageUpdate, RowInit, RowWork, Sample, Step, StepResult
-from kernels.gpu import sampling
+from kernels.gpu import penalties, sampling
 from kernels.gpu.rows import append_tokens, copy_pages, write_runs
 
 _MOST_ROWS = 1024  # what the kernels hold
-# Samples that are drawn anew at once, and how many float32 copies of them that takes.
-_ADJUSTED, _ADJUSTED_COPIES = 64, 8
+# Samples whose logits are adjusted at once: two numbers of 32 bits for each token of the vocabulary.
+_ADJUSTED = 256
+# The same where users' processors change them, and how many copies those may make.
+_PROCESSED, _PROCESSED_COPIES = 64, 8
 # Recorded to learn what a graph takes; the driver's figures are coarse.
 _TRIALS = 8
 _SPARE_BYTES = 64 << 20
@@ -84,12 +86,19 @@ class GpuRunner:
         with torch.inference_mode(), self._on_stream():
             vocab_size = self.model_config.vocab_size
             self._forward = Forward(model, max_tokens=tokens, max_samples=rows)
-            self._inputs = StepInputs(tokens, rows, self._forward.block_m, self.device)
+            self._inputs = StepInputs(tokens, rows, self._forward.block_m, vocab_size, self.device)
             self._sampled = torch.zeros(2, rows, dtype=torch.int32, device=self.device)
             self._scratch = sampling.SamplingScratch.allocate(rows, self.device)
             self._num_tokens: Ints = np.zeros(rows, np.int32)
-            processors = load_logits_processors(config.logits_processors, vocab_size=vocab_size, device=self.device)
-            self._sampler = Sampler(vocab_size=vocab_size, device=self.device, max_num_seqs=rows, processors=processors)
+            self._processors = load_logits_processors(
+                config.logits_processors, vocab_size=vocab_size, device=self.device
+            )
+            self._sampler = Sampler(
+                vocab_size=vocab_size, device=self.device, max_num_seqs=rows, processors=self._processors
+            )
+            at_once = min(rows, _PROCESSED if self._processors else _ADJUSTED)
+            self._adjusted = torch.empty(at_once, vocab_size, dtype=torch.float32, device=self.device)
+            self._counts = torch.zeros(at_once, vocab_size, dtype=torch.int32, device=self.device)
             max_pages = math.ceil(self.max_model_len / config.page_size)
             self._state = RowState(rows, self.max_model_len, max_pages, self.device)
             self._kv_cache = self._new_pool(1)
@@ -115,7 +124,7 @@ class GpuRunner:
                 shape, rows, lengths = self._inputs.send(step, self._num_tokens, self._padded)
                 self._run("chunks" if shape.chunks else "decodes", shape.tokens)
                 if shape.num_samples:
-                    self._run_head(shape, rows, lengths, step.masks)
+                    self._run_head(shape, rows, lengths, bool(step.masks))
             if step.copies:
                 copy_pages(on_device(np.array(step.copies, np.int32), self.device), self._kv_cache)
             ended = self._event()
@@ -150,8 +159,10 @@ class GpuRunner:
         self._ended = None
 
     def _warm_up_rest(self) -> None:
-        """What no graph holds: changes of rows, samples drawn anew from float32 logits, copies of pages, both ways."""
-        rows = len(self._num_tokens)
+        """What no graph holds: changes of rows, the sampler with users' processors, copies of pages, both ways."""
+        # Compiled for few rows, and for more; before any step, while all inputs are zeros.
+        for count in {1, min(33, len(self._num_tokens))}:
+            self._head("adjusted", count)
         length = min(self._page_size, self.max_model_len - 1, self._token_sizes[-1])
         params = SamplingParams(temperature=0.0, seed=0)
         init = RowInit(0, (0,) * length, length, params, 0, ())
@@ -160,10 +171,6 @@ class GpuRunner:
         self.collect(self.launch(prefill))
         copy = ((self.num_pages, self.num_pages),)
         self.collect(self.launch(Step(1, (), (), (RowWork(0, length - 1, 1),), (Sample(0, 0),), copies=copy)))
-        for count in {1, min(33, rows)}:  # the sampler is compiled for few rows, and for more
-            logits = torch.zeros(count, self.model_config.vocab_size, device=self.device)
-            none = torch.full((count,), -1, dtype=torch.int32, device=self.device)
-            self._draw(logits, none, none, torch.empty(2, count, dtype=torch.int32, device=self.device))
         # In the stream of the steps: nothing else would keep them from running before it.
         self._kv_cache.zero_()
 
@@ -172,46 +179,48 @@ class GpuRunner:
     def _run(self, kind: str, size: int) -> None:
         self._graphs.run((kind, size), partial(self._launch, kind, size))
 
-    def _run_head(self, shape: Shape, rows: Ints, lengths: Ints, masks: Masks) -> None:
+    def _run_head(self, shape: Shape, rows: Ints, lengths: Ints, masked: bool) -> None:
         """Draws and appends the samples' tokens."""
-        kind = "filtered" if self._sampler.filters(rows) else "drawn" if self._sampler.draws(rows) else "greedy"
-        self._run(kind, shape.samples)
-        adjusted = self._sampler.adjusted(rows, lengths)
-        if masks:
-            adjusted = np.union1d(adjusted, [index for index, _ in masks])
-        for first in range(0, len(adjusted), _ADJUSTED):
-            self._redraw(adjusted[first : first + _ADJUSTED].astype(np.int32), rows, lengths, dict(masks))
-
-    def _redraw(self, which: Ints, rows: Ints, lengths: Ints, masks: dict[int, bytes]) -> None:
-        """Draws these samples anew, with logits changed by bias, penalties, masks or users' processors."""
-        at = on_device(which, self.device)
-        limits = [(position, masks[index]) for position, index in enumerate(which.tolist()) if index in masks]
-        logits = self._forward.all_logits.index_select(0, at).float()
-        logits = self._sampler.adjust(logits, rows[which], self._state.token_ids, lengths[which], limits)
-        sample_rows = self._inputs.sample_rows.index_select(0, at)
-        sample_lengths = self._inputs.lengths.index_select(0, at)
-        drawn = torch.empty(2, len(which), dtype=torch.int32, device=self.device)
-        self._draw(logits.contiguous(), sample_rows, sample_lengths, drawn)
-        self._sampled.index_copy_(1, at.long(), drawn)
-        append_tokens(sample_rows, sample_lengths, drawn[0], self._state.token_ids)
-
-    def _draw(self, logits: Tensor, rows: Tensor, lengths: Tensor, drawn: Tensor) -> None:
-        sampling.sample(logits, rows, lengths, self._state.params, drawn[0], drawn[1], self._scratch)
+        sampler = self._sampler
+        if self._processors:
+            self._head("adjusted", shape.num_samples, (rows, lengths))
+        elif masked or sampler.adjusts(rows, lengths):
+            self._run("adjusted", shape.samples)
+        else:
+            kind = "filtered" if sampler.filters(rows) else "drawn" if sampler.draws(rows) else "greedy"
+            self._run(kind, shape.samples)
 
     def _launch(self, kind: str, size: int) -> None:
         """The launches of one graph."""
-        inputs, state = self._inputs, self._state
         if kind in ("chunks", "decodes"):
-            self._forward.body(inputs, state, self._kv_cache, size, chunks=kind == "chunks")
-            return
+            self._forward.body(self._inputs, self._state, self._kv_cache, size, chunks=kind == "chunks")
+        else:
+            self._head(kind, size)
+
+    def _head(self, kind: str, size: int, processed: tuple[Ints, Ints] | None = None) -> None:
+        """Logits, tokens drawn from them and appended.
+
+        Args:
+            processed: the samples' rows and lengths, where users' processors are to change the logits.
+        """
+        inputs, state, scratch = self._inputs, self._state, self._scratch
         rows, lengths = inputs.sample_rows[:size], inputs.lengths[:size]
         tokens, failed = self._sampled[0, :size], self._sampled[1, :size]
         logits = self._forward.logits(inputs, size)
         if kind == "greedy":
-            sampling.greedy(logits, rows, tokens, failed, self._scratch)
+            sampling.greedy(logits, rows, tokens, failed, scratch)
+        elif kind == "adjusted":
+            for first in range(0, size, len(self._adjusted)):
+                part = slice(first, min(first + len(self._adjusted), size))
+                at, adjusted = (rows[part], lengths[part]), self._adjusted[: part.stop - first]
+                penalties.adjust(logits[part], *at, state.token_ids, state.adjustments, adjusted, self._counts)
+                if processed is not None:
+                    known = (processed[0][part], processed[1][part])
+                    adjusted.copy_(self._sampler.process(adjusted, *known, state.token_ids))
+                penalties.bar(adjusted, *at, state.adjustments, inputs.mask_of[part], inputs.masks)
+                sampling.sample(adjusted, *at, state.params, tokens[part], failed[part], scratch)
         else:
-            filters = kind == "filtered"
-            sampling.sample(logits, rows, lengths, state.params, tokens, failed, self._scratch, filters=filters)
+            sampling.sample(logits, rows, lengths, state.params, tokens, failed, scratch, filters=kind == "filtered")
         append_tokens(rows, lengths, tokens, state.token_ids)
 
     # Sizes and memory.
@@ -225,7 +234,7 @@ class GpuRunner:
     def _graph_keys(self) -> list[tuple[str, int]]:
         """Largest first: the smaller ones then fit into memory that is there."""
         kinds = {"chunks": self._token_sizes, "decodes": self._sample_sizes}
-        kinds |= dict.fromkeys(("greedy", "drawn", "filtered"), self._sample_sizes)
+        kinds |= dict.fromkeys(("greedy", "drawn", "filtered", "adjusted"), self._sample_sizes)
         return [(kind, size) for kind, sizes in kinds.items() for size in reversed(sizes)]
 
     def _trial_keys(self) -> list[tuple[str, int]]:
@@ -247,10 +256,11 @@ class GpuRunner:
                 self._graphs.record(key, partial(self._launch, *key))
             taken += (self._taken() - taken) * len(self._graph_keys()) // len(self._graphs)
             self._graphs = Graphs()
-        # Logits drawn anew: copies of them, and with penalties of the rows' histories.
-        adjusting = _ADJUSTED * (_ADJUSTED_COPIES * self.model_config.vocab_size * 4 + 24 * self.max_model_len)
+        processing = _PROCESSED_COPIES * self._adjusted.nbytes if self._processors else 0
         padding_page = self.page_bytes
-        return pages_within(allowed - taken - adjusting - _SPARE_BYTES - padding_page, self.page_bytes, self._page_size)
+        return pages_within(
+            allowed - taken - processing - _SPARE_BYTES - padding_page, self.page_bytes, self._page_size
+        )
 
     def _taken(self) -> int:
         torch.cuda.synchronize(self.device)
@@ -283,7 +293,7 @@ class GpuRunner:
         return event
 
 
-def _packed(init: RowInit) -> Ints:
+def _packed(init: RowInit) -> tuple[Ints, Ints]:
     params = init.params
     assert params.seed is not None
     values = sampling.pack_params(
@@ -294,4 +304,13 @@ def _packed(init: RowInit) -> Ints:
         seed=params.seed,
         index=init.index,
     )
-    return np.array(values, np.int32)
+    adjustments = penalties.pack_adjustments(
+        repetition=max(params.repetition_penalty, LEAST_REPETITION_PENALTY),
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        prompt_length=init.prompt_length,
+        bias=params.logit_bias,
+        barred=init.stop_mask,
+        barred_until=init.prompt_length + params.min_tokens,
+    )
+    return np.array(values, np.int32), adjustments

@@ -39,6 +39,7 @@ def feed(scheduler: Scheduler, *tokens: int) -> list:
         ([1], {"max_tokens": 0}, RejectReason.INVALID, "max_tokens"),
         ([1], {"n": 0}, RejectReason.INVALID, "n"),
         ([1], {"stop_token_ids": (50,)}, RejectReason.INVALID, "stop_token_ids"),
+        ([1], {"stop_token_ids": (1,) * 1025}, RejectReason.INVALID, "stop_token_ids"),
         ([1], {"logit_bias": {-1: 1.0}}, RejectReason.INVALID, "logit_bias"),
         ([1], {"max_tokens": 128}, RejectReason.INVALID, "max_tokens"),
         ([1] * 128, {"max_tokens": 1}, RejectReason.INVALID, "prompt"),

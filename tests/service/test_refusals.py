@@ -247,10 +247,12 @@ async def test_what_no_window_can_hold_is_refused_without_the_work(make_core, se
     assert error.metadata["max_model_len"] == "10"
 
 
-async def test_stop_token_ids_are_bounded_and_a_bad_bias_is_named_by_its_token(make_core, serving, details):
+async def test_lists_of_ids_are_bounded_and_a_bad_bias_is_named_by_its_token(make_core, serving, details):
     async with serving(make_core()) as server:
         many = request(stopping=T(stop_token_ids=[1] * 1025))
         assert details(await refused(server.stub.Generate(many))).fields == ["stopping.stop_token_ids"]
+        many = request(sampling=S(logit_bias=dict.fromkeys(range(1025), 1.0)))
+        assert details(await refused(server.stub.Generate(many))).fields[0] == "sampling.logit_bias"
         bias = request(sampling=S(logit_bias={3: 1.0, 258: 1.0}))
         assert details(await refused(server.stub.Generate(bias))).fields == ["sampling.logit_bias[258]"]
 

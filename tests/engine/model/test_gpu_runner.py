@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engine.config import EngineConfig
 from engine.device import load_model
 from engine.gpu import forward
+from engine.gpu import runner as runner_module
 from engine.gpu.runner import GpuRunner
 from engine.request import SamplingParams
 from engine.step import PageUpdate, RowInit, RowWork, Sample, Step
@@ -82,32 +84,53 @@ def test_fork_and_steps_launched_ahead(model_at, tools):
     assert torch.equal(runner._kv_cache[:, 0], runner._kv_cache[:, 5])
 
 
-def test_sampling_equals_the_reference_and_failures_stay_alone(model_at, tools):
-    """Rows with seeds, filters, penalties and bias draw what the plain-torch runner draws; a NaN fails its own row."""
+class Rolled:
+    """A user's processor: moves a row's logits by as many places as its tokens sum up to."""
+
+    def __init__(self, **_: Any) -> None: ...
+
+    def __call__(self, logits: torch.Tensor, rows: Any) -> torch.Tensor:
+        return torch.stack([each.roll(int(row.token_ids.sum())) for each, row in zip(logits, rows, strict=True)])
+
+
+@pytest.mark.parametrize("processors", [(), (f"{__name__}:Rolled",)], ids=["plain", "processor"])
+def test_sampling_equals_the_reference_and_failures_stay_alone(processors, model_at, tools, monkeypatch):
+    """Rows with seeds, filters, penalties, bias, barred stop tokens and masks, adjusted in slices, draw what the
+    plain-torch runner draws; a NaN fails its own row."""
+    monkeypatch.setattr(runner_module, "_ADJUSTED", 4)
+    monkeypatch.setattr(runner_module, "_PROCESSED", 2)
     folder, _ = model_at("llama", num_hidden_layers=1)
     settings = [
         {"temperature": 0.8, "seed": 5},
         {"temperature": 1.3, "seed": 2**40 + 1, "top_p": 0.8},
         {"temperature": 1.0, "seed": 7, "top_k": 5, "min_p": 0.01},
         {"temperature": 0.7, "seed": 8, "repetition_penalty": 1.4, "logit_bias": {9: 4.0}},
-        {"temperature": 0.0, "seed": 9},
+        {"temperature": 0.0, "seed": 9, "presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"temperature": 1.0, "seed": 10, "min_tokens": 2},
     ]
+    even = tuple(range(0, 160, 2))
+    only_thirds = np.packbits(np.arange(160) % 3 == 0, bitorder="little").tobytes()
 
     def drawn(runner: Any) -> list[tuple[int, ...]]:
-        rows = range(len(settings))
-        prompts = [[(11 * row + at) % 160 for at in range(4)] for row in rows]
+        prompts = [tuple((11 * row + at) % 160 for at in range(4)) for row in range(6)]
         params = [SamplingParams(**each) for each in settings]
-        inits = tuple(RowInit(row, tuple(prompts[row]), 4, params[row], 0, ()) for row in rows)
-        updates = tuple(PageUpdate(row, 0, (row,)) for row in rows)
-        samples = tuple(Sample(row, row) for row in rows)
-        steps = [Step(0, inits, updates, tuple(RowWork(row, 0, 4) for row in rows), samples)]
-        steps += [Step(at, (), (), tuple(RowWork(row, at, 1) for row in rows), samples) for at in range(4, 8)]
+        inits = tuple(RowInit(row, prompts[row], 4, params[row], 0, even if row == 5 else ()) for row in range(6))
+        updates = tuple(PageUpdate(row, 0, (row,)) for row in range(6))
+        samples = tuple(Sample(row, row) for row in range(6))
+        steps = [
+            Step(0, inits, updates, tuple(RowWork(row, 0, 4) for row in range(6)), samples),
+            Step(1, (), (), tuple(RowWork(row, 4, 1) for row in range(6)), samples, masks=((1, only_thirds),)),
+            Step(2, (), (), tuple(RowWork(row, 5, 1) for row in range(3)), samples[:3]),  # none is adjusted
+            Step(3, (), (), tuple(RowWork(row, 5 + (row < 3), 1) for row in range(6)), samples),
+        ]
         return [runner.collect(runner.launch(step)).tokens for step in steps]
 
-    runner = gpu_runner(folder)
-    assert drawn(runner) == drawn(tools.make_runner(folder))
+    runner = gpu_runner(folder, logits_processors=processors)
+    tokens = drawn(runner)
+    assert tokens == drawn(tools.make_runner(folder, logits_processors=processors))
+    assert [tokens[0][5] % 2, tokens[1][5] % 2, tokens[1][1] % 3] == [1, 1, 0]
     tools.poison(runner, slice(None), 3, 0)
-    # Without row 3, whose parameters leave the recorded sampler, and with it.
+    # Without row 3, whose parameters adjust the logits, and with it.
     for works in ((0, 1), (1, 3)):
         step = Step(
             9, (), (), tuple(RowWork(row, 8, 1) for row in works), tuple(Sample(i, r) for i, r in enumerate(works))
