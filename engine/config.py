@@ -9,15 +9,18 @@ DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class StepLimits(NamedTuple):
-    """The most that one step takes."""
+    """The most that one step takes: sequences, tokens, and tokens drawn (one for each sequence, and its guesses')."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_samples: int
 
 
 # 1,152 tokens are where cuBLAS is fastest on an H200 (17.1 us a token with Qwen2.5-7B; 17.3 at 1,024, 18.3 at 1,536).
 # Such a step takes 29 ms: what a running sequence waits for its next token while prompts are computed.
-_STEP_LIMITS = {"cpu": StepLimits(256, 2048), "cuda": StepLimits(1024, 1152)}
+_STEP_LIMITS = {"cpu": (256, 2048), "cuda": (1024, 1152)}
+# With so many rows or more, guesses get what the rows leave.
+_MOST_GUESSED = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,9 @@ class EngineConfig:
         overlap: on CUDA, launch a step before the one before it has been collected.
         cuda_graphs: on CUDA, replay recorded steps instead of launching kernel by kernel.
         attention: "reference" runs the plain-torch kernels on CUDA too, without graphs; kept to measure against.
+        speculative: "ngram" guesses tokens from what stood before, and verifies several in one step; the output stays.
+        speculative_length: most tokens guessed for a sequence in a step.
+        speculative_window: shortest and longest run of tokens that is looked for.
         logits_processors: "package.module:Class" of user logits processors, applied in order.
         threads: torch threads on the CPU (None: the cores this process may use).
         seed: of dummy weights (None: 0), and of the seeds minted for requests without one (None: new at every start).
@@ -72,13 +78,17 @@ class EngineConfig:
     overlap: bool = True
     cuda_graphs: bool = True
     attention: Literal["auto", "reference"] = "auto"
+    speculative: Literal["off", "ngram"] = "off"
+    speculative_length: int = 8
+    speculative_window: tuple[int, int] = (2, 4)
     logits_processors: tuple[str, ...] = ()
     threads: int | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
         """Raises: ValueError naming the field that is out of range."""
-        positive = ("page_size", "max_num_seqs", "max_num_batched_tokens", "max_queue_requests", "max_queue_tokens")
+        positive = ["page_size", "max_num_seqs", "max_num_batched_tokens", "max_queue_requests", "max_queue_tokens"]
+        positive += ["speculative_length"]
         for name in positive:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -93,6 +103,11 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"
                 f" ({self.max_num_seqs}): every running sequence decodes one token a step"
             )
+        least, most = self.speculative_window
+        if not 1 <= least <= most:
+            raise ValueError(f"speculative_window must be of 1 <= min <= max, not {least},{most}")
+        if self.speculative != "off" and self.scheduler == "static":
+            raise ValueError("speculative: the static scheduler takes one token of a sequence at a time")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, not {self.max_model_len}")
         if self.threads is not None and self.threads < 1:
@@ -106,7 +121,10 @@ class EngineConfig:
     def step_limits(self, device_type: str) -> StepLimits:
         """As set; what is not set suits the device ("cpu", "cuda") and what is."""
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
-        usual = _STEP_LIMITS[device_type]
+        usual_seqs, usual_tokens = _STEP_LIMITS[device_type]
         if seqs is None:
-            seqs = usual.max_num_seqs if tokens is None else min(usual.max_num_seqs, tokens)
-        return StepLimits(seqs, max(usual.max_num_batched_tokens, seqs) if tokens is None else tokens)
+            seqs = usual_seqs if tokens is None else min(usual_seqs, tokens)
+        if tokens is None:
+            tokens = max(usual_tokens, seqs)
+        guessed = 0 if self.speculative == "off" else min(seqs * (1 + self.speculative_length), _MOST_GUESSED, tokens)
+        return StepLimits(seqs, tokens, max(seqs, guessed))

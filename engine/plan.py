@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from engine.step import PageUpdate, RowInit, RowWork, Sample, Step
+from engine.step import Draft, PageUpdate, RowInit, RowWork, Sample, Step
 
 
 @dataclass(slots=True)
@@ -23,6 +23,7 @@ class Plan:
     samples: list[Sample] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     masks: list[tuple[int, bytes]] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)
 
     def step(self) -> Step:
         """What has been planned."""
@@ -34,4 +35,5 @@ class Plan:
             samples=tuple(self.samples),
             copies=tuple(self.copies),
             masks=tuple(self.masks),
+            drafts=tuple(self.drafts),
         )

@@ -27,9 +27,8 @@ def config_to_json(config: EngineConfig) -> dict[str, Any]:
 def config_from_json(values: Mapping[str, Any]) -> EngineConfig:
     """The reverse of `config_to_json`. Raises ValueError, TypeError."""
     values = dict(values)
-    return EngineConfig(
-        **values | {"model": Path(values["model"]), "logits_processors": tuple(values["logits_processors"])}
-    )
+    tuples = {name: tuple(values[name]) for name in ("logits_processors", "speculative_window")}
+    return EngineConfig(**values | tuples | {"model": Path(values["model"])})
 
 
 class CoreProcess:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.config import EngineConfig
@@ -60,7 +61,6 @@ class ModelRunner:
             self._token_ids = torch.zeros(
                 limits.max_num_seqs, self.max_model_len + 1, dtype=torch.int32, device=self.device
             )
-            self._num_tokens = [0] * limits.max_num_seqs
             self._sampler = Sampler(
                 vocab_size=self.model_config.vocab_size,
                 device=self.device,
@@ -89,8 +89,10 @@ class ModelRunner:
         for update in step.page_updates:
             pages = torch.tensor(update.pages, dtype=torch.int32)
             self._page_table[update.row, update.first : update.first + len(update.pages)] = pages.to(self.device)
-        hidden = self._forward(step.works) if step.works else None
-        sampled = self._sample(hidden, step)
+        for draft in step.drafts:
+            guesses = torch.tensor(draft.tokens, dtype=torch.int32)
+            self._token_ids[draft.row, draft.start : draft.start + len(guesses)] = guesses.to(self.device)
+        sampled = self._run(step) if step.works else torch.empty(2, 0, dtype=torch.int64)
         if step.copies:
             sources, destinations = torch.tensor(step.copies, device=self.device).T
             self._kv_cache.index_copy_(1, destinations, self._kv_cache.index_select(1, sources))
@@ -126,46 +128,49 @@ class ModelRunner:
     def _init_row(self, init: RowInit) -> None:
         tokens = torch.tensor(init.tokens, dtype=torch.int32)
         self._token_ids[init.row, : len(init.tokens)] = tokens.to(self.device)
-        self._num_tokens[init.row] = len(init.tokens)
         self._sampler.add_row(init)
 
-    def _forward(self, works: tuple[RowWork, ...]) -> Tensor:
-        """Returns the hidden states (T, D) of all tokens of the works."""
-        lengths = np.array([work.length for work in works])
-        rows = np.repeat([work.row for work in works], lengths)
+    def _run(self, step: Step) -> Tensor:
+        """Computes the works, draws the samples; returns (2, N) int64: their tokens, and which of them failed."""
+        rows, starts, lengths = np.array(step.works, np.int64).T
+        # Works of a row that follow one another are one query: its context is read once.
+        order = np.lexsort((starts, rows))
+        rows, starts, lengths = rows[order], starts[order], lengths[order]
         ends = np.cumsum(lengths)
-        starts = np.array([work.start for work in works])
+        joined = (rows[1:] == rows[:-1]) & (starts[1:] == (starts + lengths)[:-1])
+        heads = np.flatnonzero(np.concatenate(([True], ~joined)))
+        queries = zip(rows[heads], starts[heads], np.add.reduceat(lengths, heads), strict=True)
         positions = torch.from_numpy(np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)).to(self.device)
-        tokens = self._token_ids[torch.from_numpy(rows).to(self.device), positions]
+        tokens = self._token_ids[torch.from_numpy(np.repeat(rows, lengths)).to(self.device), positions]
         model = self.model_config
         plan = plan_attention(
-            [Query(work.row, work.start, work.length) for work in works],
+            [Query(*map(int, query)) for query in queries],
             self._page_table,
             page_size=self._page_size,
             group=model.num_heads // model.num_kv_heads,
             dtype=self.dtype,
             windows=model.layer_windows,
         )
-        return self._decoder.forward(tokens, positions, self._kv_cache, plan)
+        hidden = self._decoder.forward(tokens, positions, self._kv_cache, plan)
+        last = np.empty_like(ends)
+        last[order] = ends - 1
+        return self._sample(hidden, last, step)
 
-    def _sample(self, hidden: Tensor | None, step: Step) -> Tensor:
-        """Draws and appends the samples' tokens; returns (2, N) int64: tokens, and which of them failed."""
+    def _sample(self, hidden: Tensor, last: NDArray[np.int64], step: Step) -> Tensor:
+        """As `_run`; `last` is where in hidden (T, D) the last token of each work is."""
         works, samples = step.works, step.samples
-        if hidden is None or not samples:
+        if not samples:
             return torch.empty(2, 0, dtype=torch.int64, device=self.device)
-        last = np.cumsum([work.length for work in works]) - 1
         # Siblings share the logits of one work: computed once, repeated for each.
-        used = sorted({sample.work for sample in samples})
+        used, which = np.unique([sample.work for sample in samples], return_inverse=True)
         logits = self._decoder.logits(hidden[torch.from_numpy(last[used]).to(self.device)])
-        if len(used) != len(samples) or any(sample.work != work for sample, work in zip(samples, used, strict=True)):
-            logits = logits[torch.tensor([used.index(sample.work) for sample in samples], device=self.device)]
+        if not np.array_equal(which, np.arange(len(used))):
+            logits = logits[torch.from_numpy(which).to(self.device)]
         rows = [sample.row for sample in samples]
-        lengths = [self._num_tokens[row] for row in rows]
+        lengths = [works[sample.work].start + works[sample.work].length for sample in samples]
         tokens, failed = self._sampler.sample(logits, rows, self._token_ids, lengths, step.masks)
         at = (torch.tensor(rows, device=self.device), torch.tensor(lengths, device=self.device))
         self._token_ids.index_put_(at, tokens.int())
-        for row in rows:
-            self._num_tokens[row] += 1
         return torch.stack((tokens, failed.long()))
 
     def _affordable_pages(self, config: EngineConfig) -> int:
@@ -197,7 +202,7 @@ class ModelRunner:
         )
         positions = torch.arange(length, device=self.device).repeat(len(counts))
         hidden = self._decoder.forward(torch.zeros_like(positions), positions, pool, plan)
-        self._decoder.logits(hidden[: self._limits.max_num_seqs])
+        self._decoder.logits(hidden[: self._limits.max_samples])
         peak = torch.cuda.max_memory_allocated(self.device) - pool.nbytes
         del pool, hidden
         torch.cuda.empty_cache()

@@ -46,11 +46,23 @@ class PageUpdate:
     pages: tuple[int, ...]
 
 
+class Draft(NamedTuple):
+    """Guesses at the tokens of a row from position `start` on, the first that is not known: they are put there.
+
+    Each is computed by a work of its own and has a sample, whose token replaces the guess behind it. Whether they were
+    right is for the scheduler to find out.
+    """
+
+    row: int
+    start: int
+    tokens: tuple[int, ...]
+
+
 class RowWork(NamedTuple):
     """Tokens [start, start + length) of a row go through the model; their K and V go to the row's pages.
 
     length is 1 in decode. Attention of token t sees the row's tokens 0..t. A row may have several works in one step
-    (static batching has tokens computed again as padding; that writes the same K and V).
+    (drafts; and static batching has tokens computed again as padding, which writes the same K and V).
     """
 
     row: int
@@ -59,7 +71,7 @@ class RowWork(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A token is drawn for `row` from the logits of the last token of work `work`, and appended to the row.
+    """A token is drawn for `row` from the logits of the last token of work `work`, and put behind that token.
 
     `work` is of another row only when siblings take their first token from the prompt that one of them computed.
     """
@@ -70,7 +82,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass. Effects in this order: inits, page updates, works, samples, copies.
+    """One forward pass. Effects in this order: inits, page updates, drafts, works, samples, copies.
 
     All K and V of a layer are written before any attention of that layer reads.
     """
@@ -84,6 +96,13 @@ class Step:
     copies: tuple[tuple[int, int], ...] = ()
     # (index into samples, the token ids that may be drawn: a bit each, least significant first, in whole int32 words).
     masks: tuple[tuple[int, bytes], ...] = ()
+    # Their works and samples are the last of the step, in the same order.
+    drafts: tuple[Draft, ...] = ()
+
+    @property
+    def num_drafts(self) -> int:
+        """Guessed tokens."""
+        return sum(len(draft.tokens) for draft in self.drafts)
 
     @property
     def num_tokens(self) -> int:

@@ -1,6 +1,7 @@
 """What a step tells the device: one array of integers, made on the host and copied once. Knows no model.
 
-The flattened tokens are ordered: works of one token first (decodes), then chunks of prompts, then padding.
+The flattened tokens are ordered: works of one token first (decodes, those of a row together), then chunks of prompts,
+then padding.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +46,7 @@ class StepInputs:
         num_tiles: (1,) tiles of prefill attention.
         rows, positions: (max_tokens,) of each token; row -1 is padding.
         last: (max_samples,) the token whose logits each sample is drawn from.
-        sample_rows, lengths: (max_samples,) which row each sample goes to (-1 is padding), and its tokens so far.
+        sample_rows, lengths: (max_samples,) the row of each sample (-1 is padding), and how many tokens it follows.
         mask_of: (max_samples,) which of the step's masks limits each sample; -1: none.
         tiles: (max_tiles, 4) of `prefill_attention`.
         masks: (max_samples, V / 32) of `kernels.gpu.penalties`; sent beside the array, in a step that has some.
@@ -70,15 +71,14 @@ class StepInputs:
         self.tiles = parts[8].view(tiles, 4)
         self.masks = torch.empty(max_samples, -(-vocab_size // 32), dtype=torch.int32, device=device)
 
-    def send(self, step: Step, lengths: Ints, pad: Callable[[Shape], Shape]) -> tuple[Shape, Ints, Ints]:
+    def send(self, step: Step, pad: Callable[[Shape], Shape]) -> tuple[Shape, Ints, Ints]:
         """Copies a step's works and samples to the device, in the order of its stream.
 
         Args:
-            lengths: tokens that each row has so far; one more for every sample afterwards.
             pad: makes the shape larger where that is wanted.
 
         Returns:
-            The shape; and for each sample its row, and how many tokens that had.
+            The shape; and for each sample its row, and how many of that row's tokens it follows.
         """
         host = pinned(self._all.numel(), self._all.device)
         array: Ints = host.numpy()
@@ -86,12 +86,13 @@ class StepInputs:
             array[part] for part in self._parts
         )
         works = _integers(step.works, 3)
-        order = np.argsort(works[:, 2] > 1, kind="stable")
+        several = works[:, 2] > 1
+        order = np.lexsort((works[:, 0], several)) if step.drafts else np.argsort(several, kind="stable")
         ordered = works[order]
         ends = np.cumsum(ordered[:, 2])
         firsts = ends - ordered[:, 2]
         total = int(ends[-1])
-        # More single tokens than there are rows occur in static batching alone: the rest are chunks.
+        # More single tokens than a step has samples occur in static batching alone: the rest are chunks.
         decodes = min(int(np.count_nonzero(ordered[:, 2] == 1)), len(last))
         count = len(step.samples)
         shape = pad(Shape(total, count, count, total > decodes))
@@ -112,9 +113,8 @@ class StepInputs:
         token_of[order] = ends - 1
         last[:count] = token_of[samples[:, 0]]
         drawn_rows = samples[:, 1]
-        known = lengths[drawn_rows]
+        known = works[samples[:, 0], 1] + works[samples[:, 0], 2]
         sample_rows[:count], sample_lengths[:count] = drawn_rows, known
-        lengths[drawn_rows] += 1
         last[count:padded_samples], sample_rows[count:padded_samples] = 0, -1
         sample_lengths[count:padded_samples] = 0
         mask_of[:padded_samples] = -1
@@ -172,6 +172,8 @@ class RowState:
             pieces.append((tokens + init.row * self._widths[0], np.array(init.tokens, np.int32)))
             pieces.append((sampling + init.row * self._widths[2], params))
             pieces.append((adjustments + init.row * self._widths[3], adjustment))
+        for row, start, guesses in step.drafts:
+            pieces.append((tokens + row * self._widths[0] + start, np.array(guesses, np.int32)))
         for update in step.page_updates:
             offset = pages + update.row * self._widths[1] + update.first
             pieces.append((offset, np.array(update.pages, np.int32)))

@@ -70,7 +70,7 @@ class GpuRunner:
     """
 
     def __init__(self, config: EngineConfig, model: LoadedModel) -> None:
-        rows, tokens = config.step_limits(model.device.type)
+        rows, tokens, samples = config.step_limits(model.device.type)
         if rows > _MOST_ROWS:
             raise ModelError(f"max_num_seqs ({rows}) must be at most {_MOST_ROWS} on this device")
         self.device, self.dtype, self.max_model_len = model.device, model.dtype, model.max_model_len
@@ -81,22 +81,21 @@ class GpuRunner:
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._ended: torch.cuda.Event | None = None
         self._record = config.cuda_graphs and self._cuda
-        self._sample_sizes, self._token_sizes = sample_sizes(rows), token_sizes(tokens)
+        self._sample_sizes, self._token_sizes = sample_sizes(samples), token_sizes(tokens)
         self._graphs = Graphs()
         with torch.inference_mode(), self._on_stream():
             vocab_size = self.model_config.vocab_size
-            self._forward = Forward(model, max_tokens=tokens, max_samples=rows)
-            self._inputs = StepInputs(tokens, rows, self._forward.block_m, vocab_size, self.device)
-            self._sampled = torch.zeros(2, rows, dtype=torch.int32, device=self.device)
-            self._scratch = sampling.SamplingScratch.allocate(rows, self.device)
-            self._num_tokens: Ints = np.zeros(rows, np.int32)
+            self._forward = Forward(model, max_tokens=tokens, max_samples=samples)
+            self._inputs = StepInputs(tokens, samples, self._forward.block_m, vocab_size, self.device)
+            self._sampled = torch.zeros(2, samples, dtype=torch.int32, device=self.device)
+            self._scratch = sampling.SamplingScratch.allocate(samples, self.device)
             self._processors = load_logits_processors(
                 config.logits_processors, vocab_size=vocab_size, device=self.device
             )
             self._sampler = Sampler(
                 vocab_size=vocab_size, device=self.device, max_num_seqs=rows, processors=self._processors
             )
-            at_once = min(rows, _PROCESSED if self._processors else _ADJUSTED)
+            at_once = min(samples, _PROCESSED if self._processors else _ADJUSTED)
             self._adjusted = torch.empty(at_once, vocab_size, dtype=torch.float32, device=self.device)
             self._counts = torch.zeros(at_once, vocab_size, dtype=torch.int32, device=self.device)
             max_pages = math.ceil(self.max_model_len / config.page_size)
@@ -114,14 +113,13 @@ class GpuRunner:
         """
         with self._guarded(), self._on_stream():
             for init in step.inits:
-                self._num_tokens[init.row] = len(init.tokens)
                 self._sampler.add_row(init)
             changes = self._state.changes(step, _packed)
             if changes is not None:
                 write_runs(changes.runs, changes.payload, self._state.flat, changes.longest)
             began = self._event()
             if step.works:
-                shape, rows, lengths = self._inputs.send(step, self._num_tokens, self._padded)
+                shape, rows, lengths = self._inputs.send(step, self._padded)
                 self._run("chunks" if shape.chunks else "decodes", shape.tokens)
                 if shape.num_samples:
                     self._run_head(shape, rows, lengths, bool(step.masks))
@@ -161,7 +159,7 @@ class GpuRunner:
     def _warm_up_rest(self) -> None:
         """What no graph holds: changes of rows, the sampler with users' processors, copies of pages, both ways."""
         # Compiled for few rows, and for more; before any step, while all inputs are zeros.
-        for count in {1, min(33, len(self._num_tokens))}:
+        for count in {1, min(33, self._sample_sizes[-1])}:
             self._head("adjusted", count)
         length = min(self._page_size, self.max_model_len - 1, self._token_sizes[-1])
         params = SamplingParams(temperature=0.0, seed=0)

@@ -97,6 +97,11 @@ class FakeRunner:
             assert all(0 <= page < self.num_pages for page in update.pages)
             pages += update.pages
             assert len(pages) <= self.width, "the page table is wider than the window"
+        guesses = [(draft.row, draft.start + at) for draft in step.drafts for at in range(len(draft.tokens))]
+        assert [(row, start) for row, start, _ in step.works[len(step.works) - len(guesses) :]] == guesses
+        assert [row for _, row in step.samples[len(step.samples) - len(guesses) :]] == [row for row, _ in guesses]
+        for draft in step.drafts:
+            self.rows[draft.row].tokens[draft.start :] = draft.tokens
         for work in step.works:
             assert work.length >= 1
             written = self.rows[work.row].pages[work.start // self.page_size :]
@@ -106,8 +111,8 @@ class FakeRunner:
         for number, sample in enumerate(step.samples):
             row = self.rows[sample.row]
             end = step.works[sample.work].start + step.works[sample.work].length
-            assert end == len(row.tokens), "a token is drawn from the last known one"
-            generated = len(row.tokens) - row.init.prompt_length
+            assert end == len(row.tokens) or (sample.row, end) in guesses, "a token is drawn from the last known one"
+            generated = end - row.init.prompt_length
             token = next_token(ends[sample.work], row.init.params, row.init.index, generated, row.init.stop_mask)
             if number in masks:
                 allowed = [one for one in range(VOCAB) if masks[number][one // 8] >> one % 8 & 1]
@@ -118,8 +123,10 @@ class FakeRunner:
                 token = -1
             if ends[sample.work] == NAN:
                 failed.append(number)
-            row.tokens.append(token)
             tokens.append(token)
+        for sample, token in zip(step.samples, tokens, strict=True):
+            work = step.works[sample.work]
+            self.rows[sample.row].tokens[work.start + work.length :] = [token]
         for source, target in step.copies:
             self.slots[target] = list(self.slots[source])
         self.uncollected.append(step)
@@ -144,7 +151,7 @@ class FakeRunner:
                 self.poison.discard(number)
             row_page, offset = divmod(position, self.page_size)
             self.slots[row.pages[row_page]][offset] = content
-        return worst or (GARBAGE if broken or -1 in row.tokens else history)
+        return worst or (GARBAGE if broken or -1 in row.tokens[: start + length] else history)
 
     def _slot(self, row: Row, position: int) -> int:
         page, offset = divmod(position, self.page_size)

@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.device import load_model
 from engine.request import SamplingParams
 from engine.runner import ModelRunner
-from engine.step import PageUpdate, RowInit, RowWork, Sample, Step
+from engine.step import Draft, PageUpdate, RowInit, RowWork, Sample, Step
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when engine.gpu is first imported
@@ -33,6 +33,16 @@ SHAPE = {
     "eos_token_id": 3,
     "pad_token_id": None,
 }
+
+# What a sampler may be asked for, on rows of their own.
+SAMPLING = (
+    {"temperature": 0.8, "seed": 5},
+    {"temperature": 1.3, "seed": 2**40 + 1, "top_p": 0.8},
+    {"temperature": 1.0, "seed": 7, "top_k": 5, "min_p": 0.01},
+    {"temperature": 0.7, "seed": 8, "repetition_penalty": 1.4, "logit_bias": {9: 4.0}},
+    {"temperature": 0.0, "seed": 9},
+    {"temperature": 0.0, "seed": 9, "presence_penalty": 1.5, "frequency_penalty": 0.5, "min_tokens": 4},
+)
 
 Model = tuple[Path, Any]
 
@@ -130,6 +140,43 @@ class Driver:
         return [self.runner.collect(one).tokens[0] for one in launched]
 
 
+def verify(runner: Any, params: Sequence[SamplingParams], wrong: int, length: int = 5) -> None:
+    """Plain decoding, and then the same with guesses of which the one at place `wrong` is not right: the samples up to
+    that place are those of plain decoding, and so is what follows when the row goes on behind it.
+    """
+    rows = range(len(params))
+    prompts = [[(11 * row + 5 * at) % VOCAB for at in range(4 + row)] for row in rows]
+    inits = tuple(RowInit(row, tuple(prompts[row]), len(prompts[row]), params[row], 0, (3,)) for row in rows)
+    pages = tuple(PageUpdate(row, 0, (row,)) for row in rows)
+    first = tuple(RowWork(row, 0, len(prompts[row])) for row in rows)
+    samples = tuple(Sample(row, row) for row in rows)
+
+    def decode(count: int) -> tuple[int, ...]:
+        works = tuple(RowWork(row, len(prompts[row]) + count, 1) for row in rows)
+        return runner.collect(runner.launch(Step(count, (), (), works, samples))).tokens
+
+    begun = runner.collect(runner.launch(Step(0, inits, pages, first, samples))).tokens
+    plain = [begun, *(decode(count) for count in range(length + 2))]
+    runner.launch(Step(0, inits, pages, first, samples))
+    works = [RowWork(row, len(prompts[row]), 1) for row in rows]
+    drawn, drafts = list(samples), []
+    for row in rows:
+        guesses = [plain[at][row] for at in range(1, length + 1)]
+        guesses[wrong] = (guesses[wrong] + 1) % VOCAB
+        drafts.append(Draft(row, len(prompts[row]) + 1, tuple(guesses)))
+        for at in range(length):
+            drawn.append(Sample(len(works), row))
+            works.append(RowWork(row, len(prompts[row]) + 1 + at, 1))
+    step = Step(1, (), (), tuple(works), tuple(drawn), drafts=tuple(drafts))
+    tokens = runner.collect(runner.launch(step)).tokens
+    assert tokens[: len(rows)] == plain[1]
+    for row in rows:
+        run = tokens[len(rows) + row * length :][:wrong]
+        assert run == tuple(plain[at][row] for at in range(2, wrong + 2))
+    for count in range(wrong + 1, length + 2):
+        assert decode(count) == plain[count + 1]
+
+
 def poison(runner: ModelRunner, *where: Any) -> None:
     """Fills the pool, or a part of it, with NaN."""
     with torch.inference_mode():
@@ -170,11 +217,13 @@ def tools() -> Any:
     """The helpers of this file, for tests that need them by name."""
 
     class Tools:
+        SAMPLING = SAMPLING
         Driver = Driver
         make_model = staticmethod(make_model)
         make_runner = staticmethod(make_runner)
         oracle = staticmethod(oracle)
         poison = staticmethod(poison)
         row_init = staticmethod(row_init)
+        verify = staticmethod(verify)
 
     return Tools

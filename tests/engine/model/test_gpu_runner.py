@@ -139,6 +139,15 @@ def test_sampling_equals_the_reference_and_failures_stay_alone(processors, model
         assert failed == tuple(index for index, row in enumerate(works) if row == 3)
 
 
+def test_guesses_are_sampled_as_plain_decoding_would(model_at, tools):
+    """They are decodes like others: also in a step that is full of them, and where penalties look at them."""
+    folder, _ = model_at("llama", num_hidden_layers=1)
+    params = [SamplingParams(**each) for each in tools.SAMPLING[3:]]
+    runner = gpu_runner(folder, max_num_seqs=3, max_num_batched_tokens=15, speculative="ngram")
+    tools.poison(runner)
+    tools.verify(runner, params, 2, length=3)
+
+
 def test_more_single_tokens_than_rows_and_the_window_filled(model_at, tools):
     """Static batching computes single tokens of one row again beside its others; the last position can be computed."""
     folder, model = model_at("llama", num_hidden_layers=1)

@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.device import load_model
 from engine.model.checkpoint import open_checkpoint
 from engine.model.errors import ModelError
+from engine.request import SamplingParams
 from engine.runner import ModelRunner
 from engine.step import PageUpdate, RowWork, Sample, Step
 
@@ -83,6 +84,14 @@ def test_prefix_pages_filled_in_the_same_step(llama, tools):
     )
     one, two, zero = runner.collect(runner.launch(step)).tokens
     assert [[zero], [one], [two]] == [tools.oracle(model, prompt, [0]) for prompt in prompts]
+
+
+@pytest.mark.parametrize("wrong", [0, 2, 4])
+def test_guesses_are_sampled_as_plain_decoding_would(wrong, llama, tools):
+    """Every position with its own number and its own history: penalties, bias, min_tokens, filters."""
+    runner = tools.make_runner(llama[0])
+    tools.poison(runner)
+    tools.verify(runner, [SamplingParams(**each) for each in tools.SAMPLING], wrong)
 
 
 def test_fork_by_sibling_sample_and_page_copy(llama, tools):
