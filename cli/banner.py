@@ -17,25 +17,26 @@ _SETTINGS = (
 
 def engine_banner(report: EngineReport, params: Params, name: str, *, with_key: bool) -> str:
     """For an engine alone."""
-    return "\n".join((*_head(report, params, name), "", _grpcurl(report.address, with_key=with_key)))
+    return "\n".join((*_head(report, params, name), "", _grpcurl(report.address, params, with_key=with_key)))
 
 
-def gateway_banner(address: str, engines: tuple[str, ...]) -> str:
+def gateway_banner(address: str, engines: tuple[str, ...], params: Params) -> str:
     """For a gateway alone."""
-    return f"Fulcrum gateway\n  OpenAI API  http://{reachable(address)}/v1\n  engines     {', '.join(engines)}"
+    return f"Fulcrum gateway\n  OpenAI API  {_url(address, params)}\n  engines     {', '.join(engines)}"
 
 
 def serve_banner(report: EngineReport, gateway: str, params: Params, name: str, *, with_key: bool) -> str:
     """For both together."""
-    url = f"http://{reachable(gateway)}/v1"
+    url = _url(gateway, params)
+    trust = f" --cacert {shlex.quote(str(params['https_cert']))}" if params["https_cert"] else ""
     headers = f"-H 'Content-Type: application/json'{_BEARER if with_key else ''}"
     body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
     return "\n".join(
         (
             *_head(report, params, name, f"  OpenAI API  {url}"),
             "",
-            f"  curl {url}/chat/completions {headers} -d {shlex.quote(json.dumps(body))}",
-            _grpcurl(report.address, with_key=with_key),
+            f"  curl{trust} {url}/chat/completions {headers} -d {shlex.quote(json.dumps(body))}",
+            _grpcurl(report.address, params, with_key=with_key),
             "",
             "Ctrl-C ends it, when running requests are done.",
         )
@@ -65,10 +66,16 @@ def _head(report: EngineReport, params: Params, name: str, *addresses: str) -> l
     ]
 
 
-def _grpcurl(address: str, *, with_key: bool) -> str:
+def _url(gateway: str, params: Params) -> str:
+    return f"http{'s' if params['https_cert'] else ''}://{reachable(gateway)}/v1"
+
+
+def _grpcurl(address: str, params: Params, *, with_key: bool) -> str:
+    trust = f"-cacert {shlex.quote(str(params['tls_cert']))}" if params["tls_cert"] else "-plaintext"
+    trust += " -cert CLIENT.pem -key CLIENT.key" if params["tls_client_ca"] else ""
     body = {"chat": {"messages": [{"role": "user", "content": [{"text": "Hello!"}]}]}}
     target = f"{reachable(address)} fulcrum.v1.InferenceService/Generate"
-    return f"  grpcurl -plaintext{_BEARER if with_key else ''} -d {shlex.quote(json.dumps(body))} {target}"
+    return f"  grpcurl {trust}{_BEARER if with_key else ''} -d {shlex.quote(json.dumps(body))} {target}"
 
 
 def _text(value: object) -> str:

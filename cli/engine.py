@@ -57,6 +57,8 @@ async def run_engine(
                 ]
                 await _run_workers(lines, variables, core, grace=service.grace_seconds, signals=signals, ready=ready)
                 return
+            if service.tls_cert is not None:  # the gateway beside it needs no certificate
+                service = replace(service, own_address=f"unix:{core.socket.parent}/0")
             try:
                 await serve_core(service, core.socket, ready, signals)
             except CoreDied as error:

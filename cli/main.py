@@ -33,10 +33,12 @@ def main() -> None:
     options.grpc_port,
     options.api_keys,
     options.gateway_keys,
+    options.tls,
     options.model_files,
     options.engine_settings,
     options.service_settings,
     options.gateway_settings,
+    options.https,
     options.request_timeout,
     options.grace,
     options.log_level,
@@ -58,6 +60,7 @@ def serve(**params: Any) -> None:
     options.grpc_port,
     options.api_keys,
     options.gateway_keys,
+    options.tls,
     options.model_files,
     options.engine_settings,
     options.service_settings,
@@ -83,6 +86,7 @@ def engine(**params: Any) -> None:
     options.grpc_port,
     options.api_keys,
     options.gateway_keys,
+    options.tls,
     options.model_files,
     options.service_settings,
     options.request_timeout,
@@ -106,6 +110,8 @@ def service_worker(**params: Any) -> None:
     options.host,
     options.http_port,
     options.api_keys,
+    options.https,
+    options.engine_tls,
     options.gateway_settings,
     options.request_timeout,
     options.grace,
@@ -159,7 +165,8 @@ def batch(source: Path, target: Path, **params: Any) -> None:
 
 @main.command()
 @options.option("--address", default="127.0.0.1:50051", help="HOST:PORT of a running engine (its gRPC port).")
-@options.option("--api-key", help="Key that the engine wants.")
+@options.option("--api-key", help="Key that the engine wants (of several, the first).")
+@options.engine_tls
 @options.sampling
 def chat(**params: Any) -> None:
     """Chat with a running server.

@@ -78,6 +78,21 @@ api_keys = together(
 gateway_keys = option(
     "--gateway-key", multiple=True, help="Key of a gateway, which may speak for any tenant (several may be given)."
 )
+tls = together(
+    option("--tls-cert", type=existing_file, help="PEM certificate (chain) of the engine: its TCP ports speak TLS."),
+    option("--tls-key", type=existing_file, help="PEM key of --tls-cert, without a passphrase."),
+    option("--tls-client-ca", type=existing_file, help="PEM authorities: clients must have a certificate of theirs."),
+)
+https = together(
+    option("--https-cert", type=existing_file, help="PEM certificate (chain) of the gateway, which then serves HTTPS."),
+    option("--https-key", type=existing_file, help="PEM key of --https-cert, without a passphrase."),
+)
+engine_tls = together(
+    option("--engine-ca", type=existing_file, help="PEM authorities of engines that speak TLS."),
+    option("--engine-cert", type=existing_file, help="PEM certificate to show to engines that ask for one."),
+    option("--engine-cert-key", type=existing_file, help="PEM key of --engine-cert, without a passphrase."),
+    option("--engine-tls-name", help="Name in the engines' certificate, where it is not their host's."),
+)
 grace = option(
     "--grace", default=30.0, type=click.FloatRange(min=0), help="Seconds that running requests get when it ends."
 )

@@ -126,9 +126,9 @@ def serve_gateway(params: Params) -> None:
     def bound(host: str, port: int) -> None:
         address = settings.join_address(host, port)
         if parent is not None:
-            parent.report({"address": address})
+            parent.report({"address": address, "https": config.https_cert is not None})
         else:
-            click.echo(banner.gateway_banner(address, engines))
+            click.echo(banner.gateway_banner(address, engines, params))
 
     # Before and after the server has its own handlers, both signals mean: end, all is well.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -17,6 +17,14 @@ _Settings = TypeVar("_Settings")
 
 # Handed to children in their environment, which only their owner can read.
 _SECRETS = ("api_key", "engine_key", "gateway_key")
+# Where a child is to have these, its command line says so.
+_OF_THE_PARENT = tuple(
+    f"FULCRUM_{name}"
+    for name in (
+        *("API_KEY_FILE", "TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA", "HTTPS_CERT", "HTTPS_KEY"),
+        *("ENGINE_CA", "ENGINE_CERT", "ENGINE_CERT_KEY", "ENGINE_TLS_NAME"),
+    )
+)
 
 
 class ConfigError(click.ClickException):
@@ -66,6 +74,9 @@ def service_config(params: Params, model: Path, *, grpc_port: int, admin: bool =
             api_keys=params["api_key"],
             api_key_file=params["api_key_file"],
             gateway_keys=params["gateway_key"],
+            tls_cert=params["tls_cert"],
+            tls_key=params["tls_key"],
+            tls_client_ca=params["tls_client_ca"],
             max_priority=params["max_priority"],
             share_prefixes=params["share_prefixes"],
             chat_template=params["chat_template"],
@@ -92,6 +103,12 @@ def gateway_config(params: Params, engines: tuple[str, ...]) -> GatewayConfig:
             api_keys=params["api_key"],
             api_key_file=params["api_key_file"],
             engine_key=params.get("engine_key"),
+            https_cert=params["https_cert"],
+            https_key=params["https_key"],
+            engine_ca=params.get("engine_ca"),
+            engine_cert=params.get("engine_cert"),
+            engine_cert_key=params.get("engine_cert_key"),
+            engine_tls_name=params.get("engine_tls_name"),
             cors_origins=params["cors_origin"],
             workers=params["workers"] or 1,
             shutdown_seconds=int(params["grace"]),
@@ -111,9 +128,8 @@ def _checked(make: Callable[[], _Settings]) -> _Settings:
 
 def key_variables(api_keys: Sequence[str], *, engine_key: str = "", gateway_keys: Sequence[str] = ()) -> dict[str, str]:
     """The environment that hands a child its secrets; empty values unset what it would inherit."""
-    return {
+    return dict.fromkeys(_OF_THE_PARENT, "") | {
         "FULCRUM_API_KEY": " ".join(api_keys),
-        "FULCRUM_API_KEY_FILE": "",
         "FULCRUM_ENGINE_KEY": engine_key,
         "FULCRUM_GATEWAY_KEY": " ".join(gateway_keys),
     }

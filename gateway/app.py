@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 def create_app(config: GatewayConfig) -> FastAPI:
     """The gateway as an ASGI application."""
-    pool = EnginePool(config.engines, config.channels_per_engine, config.engine_key)
+    pool = EnginePool(config)
     metrics = Metrics()
     routes = Routes(config, pool, metrics)
 

@@ -4,7 +4,10 @@ import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import grpc
+
 from fulcrum.keys import KeyRing
+from fulcrum.tls import Identity, channel_credentials, identity
 
 MIB = 1 << 20
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -21,6 +24,10 @@ class GatewayConfig:
         api_keys: keys that callers may show as `Authorization: Bearer KEY`.
         api_key_file: further keys, of several tenants (fulcrum.keys).
         engine_key: the key that this gateway shows to the engines; it must be one of their gateway keys.
+        https_cert, https_key: PEM files: HTTPS is served, and nothing else.
+        engine_ca: PEM file: engines at TCP addresses speak TLS, with a certificate of these authorities.
+        engine_cert, engine_cert_key: PEM files: the certificate that this gateway shows to engines that ask for one.
+        engine_tls_name: the name in the engines' certificates, where it is not their host's.
         cors_origins: origins that browsers may call from ("*": any).
         request_timeout: longest life of a request, seconds (None: no limit). A caller may ask for less.
         heartbeat_seconds: a silent event stream carries a comment this often.
@@ -39,6 +46,12 @@ class GatewayConfig:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: Path | None = None
     engine_key: str | None = field(default=None, repr=False)
+    https_cert: Path | None = None
+    https_key: Path | None = None
+    engine_ca: Path | None = None
+    engine_cert: Path | None = None
+    engine_cert_key: Path | None = None
+    engine_tls_name: str | None = None
     cors_origins: tuple[str, ...] = ()
     request_timeout: float | None = 600.0
     heartbeat_seconds: float = 15.0
@@ -67,12 +80,26 @@ class GatewayConfig:
             raise ValueError(f"shutdown_seconds must not be negative, not {self.shutdown_seconds}")
         if not self.engines or not all(self.engines):
             raise ValueError("engines must name at least one HOST:PORT")
+        self.identity()
+        self.engine_credentials()
         if self.key_ring().open and not is_loopback(self.host):
             raise ValueError(f"host {self.host} is reachable from other machines: that needs at least one API key")
 
     def key_ring(self) -> KeyRing:
         """The keys that callers are known by. Raises: ValueError naming the field that is wrong."""
         return KeyRing(self.api_keys, self.api_key_file)
+
+    def identity(self) -> Identity | None:
+        """What this server shows to HTTPS clients. Raises: ValueError naming the field that is wrong."""
+        return identity("https", self.https_cert, self.https_key)
+
+    def engine_credentials(self) -> grpc.ChannelCredentials | None:
+        """For TLS to the engines. Raises: ValueError naming the field that is wrong."""
+        if self.engine_ca is not None:
+            return channel_credentials(self.engine_ca, self.engine_cert, self.engine_cert_key)
+        if self.engine_cert or self.engine_cert_key or self.engine_tls_name:
+            raise ValueError("engine_cert, engine_cert_key and engine_tls_name need engine_ca")
+        return None
 
 
 def is_loopback(host: str) -> bool:

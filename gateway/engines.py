@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from fulcrum.client import open_channel, tls_options
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc
+from gateway.config import GatewayConfig
 from gateway.errors import internal_error, no_engine
 
 logger = logging.getLogger(__name__)
@@ -78,12 +80,18 @@ class Generation:
 class Link:
     """One connection to one engine, and whether the engine says over it that it is SERVING."""
 
-    def __init__(self, address: str, metadata: list[tuple[str, str]], turned: Callable[[], None]) -> None:
-        """Opens the channel (it connects in the background). `turned` is called when `serving` has changed."""
+    def __init__(
+        self,
+        address: str,
+        channel: grpc.aio.Channel,
+        metadata: list[tuple[str, str]],
+        turned: Callable[[], None],
+    ) -> None:
+        """The channel connects in the background. `turned` is called when `serving` has changed."""
         self.address = address
         self.serving = False
         self.seen_serving = asyncio.Event()
-        self.channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        self.channel = channel
         self.inference = inference_pb2_grpc.InferenceServiceStub(self.channel)
         self._health = health_pb2_grpc.HealthStub(self.channel)
         self._metadata = metadata
@@ -114,10 +122,15 @@ class Link:
 class Engine:
     """One engine server and the connections to it."""
 
-    def __init__(self, address: str, channels: int, metadata: list[tuple[str, str]]) -> None:
-        """Opens the channels; to a Unix socket, behind which there is one process, a single one."""
-        count = 1 if address.startswith("unix:") else channels
-        self.links = [Link(address, metadata, self._turned) for _ in range(count)]
+    def __init__(self, address: str, config: GatewayConfig, metadata: list[tuple[str, str]]) -> None:
+        """Opens the channels; to a Unix socket, behind which there is one process, a single one, and plain."""
+        unix = address.startswith("unix:")
+        count = 1 if unix else config.channels_per_engine
+        credentials = None if unix else config.engine_credentials()
+        options = [*OPTIONS, *tls_options(config.engine_tls_name)]
+        self.links = [
+            Link(address, open_channel(address, credentials, options), metadata, self._turned) for _ in range(count)
+        ]
         self._address = address
         self._was_serving = False
 
@@ -137,18 +150,17 @@ class Engine:
 class EnginePool:
     """The engines, taken in turn among those that are SERVING. Use as an async context manager."""
 
-    def __init__(self, addresses: tuple[str, ...], channels_per_engine: int, engine_key: str | None) -> None:
+    def __init__(self, config: GatewayConfig) -> None:
         """Connects nothing yet."""
-        self._addresses = addresses
-        self._channels = channels_per_engine
-        self._metadata = [("authorization", f"Bearer {engine_key}")] if engine_key else []
+        self._config = config
+        self._metadata = [("authorization", f"Bearer {config.engine_key}")] if config.engine_key else []
         self._engines: list[Engine] = []
         self._watches: list[asyncio.Task[None]] = []
         self._turns = itertools.count()
 
     async def __aenter__(self) -> "EnginePool":
         """Opens the channels, starts to watch, and gives the engines a moment to answer."""
-        self._engines = [Engine(address, self._channels, self._metadata) for address in self._addresses]
+        self._engines = [Engine(address, self._config, self._metadata) for address in self._config.engines]
         self._watches = [asyncio.create_task(link.watch()) for link in self._links]
         seen = asyncio.gather(*(link.seen_serving.wait() for link in self._links))
         await asyncio.wait([seen], timeout=START_SECONDS)

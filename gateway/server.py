@@ -3,6 +3,7 @@
 import functools
 import os
 import socket
+import ssl
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import uvicorn
 from uvicorn.supervisors import Multiprocess
 
+from fulcrum.tls import Identity, server_context
 from gateway.config import GatewayConfig
 
 BACKLOG = 2048
@@ -72,6 +74,7 @@ def serve_with_workers(config: GatewayConfig, listener: socket.socket) -> None:
 
 def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
     """The server's settings. The application is named as a call that can be pickled: so the settings reach workers."""
+    identity = config.identity()
     return uvicorn.Config(
         functools.partial(create, config),
         factory=True,
@@ -87,7 +90,13 @@ def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=config.shutdown_seconds,
+        ssl_context_factory=None if identity is None else functools.partial(https_context, identity),
     )
+
+
+def https_context(identity: Identity, *_: object) -> ssl.SSLContext:
+    """Called in the process that serves."""
+    return server_context(identity)
 
 
 def create(config: GatewayConfig) -> Any:

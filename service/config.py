@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fulcrum.keys import KeyRing
+from fulcrum.tls import Identity, identity
 from service.parsers.registry import check_names
 
 # Of an address: the admin socket is made in a folder of the user's own, named after the main one.
@@ -29,6 +30,8 @@ class ServiceConfig:
         api_keys: who may call. Without any, only loopback and Unix addresses may be bound.
         api_key_file: further keys, of several tenants (fulcrum.keys).
         gateway_keys: these may speak for tenants.
+        tls_cert, tls_key: PEM files: TCP addresses speak TLS alone. Unix sockets never do.
+        tls_client_ca: and their clients must have a certificate of these authorities.
         max_priority: highest `priority` of callers whose key does not say. None: no limit without keys, 0 with keys.
         share_prefixes: requests without a salt share cached prefixes with those of other tenants.
         chat_template: a jinja file instead of the model's own template.
@@ -53,6 +56,9 @@ class ServiceConfig:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: Path | None = None
     gateway_keys: tuple[str, ...] = field(default=(), repr=False)
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
     max_priority: int | None = None
     share_prefixes: bool = False
     chat_template: Path | None = None
@@ -72,6 +78,7 @@ class ServiceConfig:
         """Raises: ValueError naming the setting that is wrong."""
         if not self.served_model_names or not all(self.served_model_names):
             raise ValueError("served_model_names: at least one, none of them empty")
+        self.identity()
         ring = self.key_ring()
         for name in ("address", "own_address"):
             address = getattr(self, name)
@@ -102,6 +109,10 @@ class ServiceConfig:
     def key_ring(self) -> KeyRing:
         """The keys that callers are known by. Raises: ValueError naming the setting that is wrong."""
         return KeyRing(self.api_keys, self.api_key_file, self.gateway_keys)
+
+    def identity(self) -> Identity | None:
+        """What this server shows to TLS clients. Raises: ValueError naming the setting that is wrong."""
+        return identity("tls", self.tls_cert, self.tls_key, self.tls_client_ca)
 
 
 def is_unix(address: str) -> bool:

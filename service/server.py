@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from engine.client import CoreClient
+from fulcrum.tls import Identity, server_credentials
 from fulcrum.v1 import inference_pb2, inference_pb2_grpc
 from service.admin import AdminServicer
 from service.auth import Authenticator
@@ -83,6 +84,7 @@ async def serve(
     authenticator = Authenticator(config.key_ring(), config.max_priority)
     own = config.own_address or ""
     figures = Figures(unix_path(own).with_suffix(SUFFIX) if is_unix(own) else None)
+    identity = config.identity()
     live = LiveCalls(config.request_timeout)
     grammars = GrammarCompiler(
         model.prompts.tokenizer, core.info.vocab_size, core.info.eos_token_ids, seconds=config.grammar_timeout
@@ -109,8 +111,8 @@ async def serve(
         )
         health_pb2_grpc.add_HealthServicer_to_server(health, main)
         _add_reflection(main, (INFERENCE, HEALTH))
-        address = _bind(main, config.address, cleanup)
-        own_address = None if config.own_address is None else _bind(main, config.own_address, cleanup)
+        address = _bind(main, config.address, identity, cleanup)
+        own_address = None if config.own_address is None else _bind(main, config.own_address, identity, cleanup)
         await main.start()
         cleanup.push_async_callback(main.stop, 0)
 
@@ -122,7 +124,7 @@ async def serve(
             inference_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(core, live), admin)
             health_pb2_grpc.add_HealthServicer_to_server(health, admin)
             _add_reflection(admin, (ADMIN, HEALTH))
-            admin_address = _bind(admin, admin_address, cleanup)
+            admin_address = _bind(admin, admin_address, identity, cleanup)
             await admin.start()
             cleanup.push_async_callback(admin.stop, 0)
 
@@ -187,11 +189,14 @@ def _add_reflection(server: grpc.aio.Server, services: tuple[str, ...]) -> None:
     )
 
 
-def _bind(server: grpc.aio.Server, address: str, cleanup: AsyncExitStack) -> str:
+def _bind(server: grpc.aio.Server, address: str, identity: Identity | None, cleanup: AsyncExitStack) -> str:
     """Binds, and returns the address with its real port. A Unix socket is its owner's alone. Raises OSError."""
     if not is_unix(address):
         try:
-            port = server.add_insecure_port(address)
+            if identity is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, server_credentials(identity))
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}: {error}") from error
         return f"{address.rpartition(':')[0]}:{port}"

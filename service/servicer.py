@@ -98,6 +98,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             prompt=tuple(prompt),
             params=params,
             priority=asked.priority,
+            tenant=caller.tenant,
             salt=self._salt(caller.tenant, asked.salt),
             bypass_cache=asked.bypass_cache,
             arrival=record.arrival,

@@ -101,6 +101,32 @@ def registry_file(request: pytest.FixtureRequest) -> Callable[[str, str, str], P
 
 
 @pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of PEM files, NAME.pem and NAME.key.
+
+    `ca` has signed `server` (localhost, 127.0.0.1), `other` (server.example) and `client`; `stranger` signed itself.
+    """
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make certificates with")
+    folder = tmp_path_factory.mktemp("certificates")
+    for name, alternative in (
+        ("ca", ""),
+        ("server", "DNS:localhost,IP:127.0.0.1"),
+        ("other", "DNS:server.example"),
+        ("client", "DNS:client"),
+        ("stranger", "DNS:localhost,IP:127.0.0.1"),
+    ):
+        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        command += ["-days", "2", "-subj", f"/CN=test {name}", "-keyout", f"{name}.key", "-out", f"{name}.pem"]
+        if alternative:
+            command += ["-addext", f"subjectAltName={alternative}", "-addext", "basicConstraints=critical,CA:FALSE"]
+        if name in ("server", "other", "client"):
+            command += ["-CA", "ca.pem", "-CAkey", "ca.key"]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer Llama without weights (for --load-format dummy) whose tokens are the 256 bytes and an end token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

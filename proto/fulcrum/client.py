@@ -174,6 +174,20 @@ def metadata_of(api_key: str | None, metadata: Metadata) -> tuple[tuple[str, str
     return (*((("authorization", f"Bearer {api_key}"),) if api_key else ()), *metadata)
 
 
+def tls_options(name: str | None) -> tuple[tuple[str, str], ...]:
+    """Channel options for a server whose certificate has this name, whatever its address."""
+    return () if name is None else (("grpc.ssl_target_name_override", name),)
+
+
+def open_channel(
+    address: str, credentials: grpc.ChannelCredentials | None, options: Sequence[tuple[str, Any]]
+) -> grpc.aio.Channel:
+    """A channel with TLS, or a plain one without credentials."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
 @dataclass(slots=True)
 class Choice:
     """One continuation, complete."""
@@ -243,7 +257,8 @@ class FulcrumClient:
     Args:
         address: HOST:PORT, or unix:PATH.
         api_key: sent as `authorization: Bearer KEY`.
-        credentials: TLS; without them the connection is plain.
+        credentials: TLS (`fulcrum.tls.channel_credentials`); without them the connection is plain.
+        tls_name: the name in the server's certificate, where it is not the address's host.
         metadata: goes with every call.
         retries: further tries of a call that is UNAVAILABLE and of which nothing has been received.
     """
@@ -254,14 +269,11 @@ class FulcrumClient:
         *,
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        tls_name: str | None = None,
         metadata: Metadata = (),
         retries: int = RETRIES,
     ) -> None:
-        self._channel = (
-            grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
-            if credentials is not None
-            else grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        )
+        self._channel = open_channel(address, credentials, (*CHANNEL_OPTIONS, *tls_options(tls_name)))
         self._stub = InferenceServiceStub(self._channel)
         self._metadata = metadata_of(api_key, metadata)
         self._retries = retries

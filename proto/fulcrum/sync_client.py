@@ -26,6 +26,7 @@ from fulcrum.client import (
     Tries,
     event_of,
     metadata_of,
+    tls_options,
 )
 from fulcrum.v1.inference_pb2 import (
     DetokenizeRequest,
@@ -95,7 +96,8 @@ class SyncFulcrumClient:
     Args:
         address: HOST:PORT, or unix:PATH.
         api_key: sent as `authorization: Bearer KEY`.
-        credentials: TLS; without them the connection is plain.
+        credentials: TLS (`fulcrum.tls.channel_credentials`); without them the connection is plain.
+        tls_name: the name in the server's certificate, where it is not the address's host.
         metadata: goes with every call.
         retries: further tries of a call that is UNAVAILABLE and of which nothing has been received.
     """
@@ -106,13 +108,15 @@ class SyncFulcrumClient:
         *,
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        tls_name: str | None = None,
         metadata: Metadata = (),
         retries: int = RETRIES,
     ) -> None:
+        options = (*CHANNEL_OPTIONS, *tls_options(tls_name))
         self._channel = (
-            grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+            grpc.secure_channel(address, credentials, options=options)
             if credentials is not None
-            else grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+            else grpc.insecure_channel(address, options=options)
         )
         self._stub = InferenceServiceStub(self._channel)
         self._metadata = metadata_of(api_key, metadata)

@@ -288,7 +288,7 @@ def running_gateway(log: Path, *, wait=True, python=sys.executable, installed=Fa
         try:
             port = process.stdout.readline().strip()
             assert port, log.read_text()
-            url = f"http://127.0.0.1:{port}"
+            url = f"http{'s' if 'https_cert' in settings else ''}://127.0.0.1:{port}"
             if wait:
                 wait_until(lambda: is_healthy(url), 30, "the gateway to be healthy")
             yield url

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -44,6 +45,12 @@ def test_loopback_needs_none(host):
         ("api_keys", ("two words",)),
         ("api_keys", ("",)),
         ("api_keys", ("naïve",)),
+        ("api_key_file", Path("/nowhere/keys")),
+        ("https_cert", Path("/nowhere/cert.pem")),
+        ("engine_ca", Path("/nowhere/ca.pem")),
+        ("engine_ca", Path(__file__)),
+        ("engine_cert", Path("/nowhere/cert.pem")),
+        ("engine_tls_name", "engine"),
     ],
 )
 def test_bad_settings_are_named(field, value):

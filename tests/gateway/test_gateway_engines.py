@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from gateway.config import GatewayConfig
 from gateway.engines import Engine
 
 
@@ -275,4 +276,7 @@ def test_what_outlasts_the_drain_is_told_so(own_engines, start_gateway, kit, tmp
 
 
 async def test_one_connection_to_a_unix_socket_behind_which_is_one_process():
-    assert [len(Engine(address, 4, []).links) for address in ("unix:/run/one.sock", "127.0.0.1:1")] == [1, 4]
+    assert [len(Engine(address, GatewayConfig(), []).links) for address in ("unix:/run/one.sock", "127.0.0.1:1")] == [
+        1,
+        4,
+    ]

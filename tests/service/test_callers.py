@@ -93,6 +93,7 @@ async def test_salts_are_a_tenants_own(core, serving, details, key_file, shared)
         # By the gateway it is the same tenant as by his own key.
         for given in ("", "s"):
             assert await salt(as_caller("gw", "acme"), given) == await salt(as_caller("acme"), given)
+            assert [request.tenant for request in core.requests[-2:]] == ["acme", "acme"]
         # What another tenant's salt looks like inside is refused.
         request = pb.GenerateRequest(text="x", cache=pb.CacheOptions(salt="acme\0s"))
         error = details(await ends(server.stub.Generate(request, metadata=as_caller("beta"))))
