@@ -18,6 +18,7 @@ RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['p
 print('\n'.join(p['dependencies'] + p['optional-dependencies']['engine'] + p['optional-dependencies']['gateway']))" > deps.txt \
     && pip install -c constraints.txt -r deps.txt
 COPY proto proto
+COPY telemetry telemetry
 COPY kernels kernels
 COPY engine engine
 COPY service service

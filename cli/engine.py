@@ -30,6 +30,7 @@ async def run_engine(
     ready: Ready,
     workers: Sequence[Sequence[str]],
     variables: Mapping[str, str],
+    log_format: str,
 ) -> None:
     """Serves until a signal, then drains.
 
@@ -39,6 +40,7 @@ async def run_engine(
         ready: called once everything listens and health is SERVING.
         workers: command lines of the processes that serve instead of this one; empty: this one serves.
         variables: environment variables for these, which carry their secrets.
+        log_format: of the core (telemetry.logs.FORMATS).
 
     Raises:
         ModelError: the model cannot be served.
@@ -48,7 +50,7 @@ async def run_engine(
     signals = StopSignals()
     with contextlib.suppress(Stopped):
         async with contextlib.AsyncExitStack() as stack:
-            start = CoreProcess.start(config, progress=sys.stderr.isatty())
+            start = CoreProcess.start(config, progress=sys.stderr.isatty(), log_format=log_format)
             core = await unless(stack.enter_async_context(start), signals.stopped())
             if workers:
                 lines = [

@@ -41,7 +41,8 @@ def main() -> None:
     options.https,
     options.request_timeout,
     options.grace,
-    options.log_level,
+    options.otlp_endpoint,
+    options.logging,
 )
 def serve(**params: Any) -> None:
     """Run an engine and a gateway together.
@@ -66,7 +67,8 @@ def serve(**params: Any) -> None:
     options.service_settings,
     options.request_timeout,
     options.grace,
-    options.log_level,
+    options.otlp_endpoint,
+    options.logging,
 )
 @_supervised
 def engine(**params: Any) -> None:
@@ -91,7 +93,8 @@ def engine(**params: Any) -> None:
     options.service_settings,
     options.request_timeout,
     options.grace,
-    options.log_level,
+    options.otlp_endpoint,
+    options.logging,
 )
 @_supervised
 def service_worker(**params: Any) -> None:
@@ -115,7 +118,8 @@ def service_worker(**params: Any) -> None:
     options.gateway_settings,
     options.request_timeout,
     options.grace,
-    options.log_level,
+    options.otlp_endpoint,
+    options.logging,
 )
 @_supervised
 def gateway(**params: Any) -> None:

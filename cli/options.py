@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from service.parsers.registry import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
+from telemetry.logs import FORMATS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Decorator = Callable[[Command], Command]
@@ -66,7 +67,11 @@ host = option("--host", default="127.0.0.1", help="Address to listen on. Anythin
 http_port = option("--port", default=8000, type=port, help="Port of the OpenAI API (0: any free one).")
 grpc_port = option("--grpc-port", default=50051, type=port, help="Port of the gRPC API (0: any free one).")
 log_levels = click.Choice(["debug", "info", "warning", "error"])
-log_level = option("--log-level", default="info", type=log_levels, help="Least level logged.")
+logging = together(
+    option("--log-level", default="info", type=log_levels, help="Least level logged."),
+    option("--log-format", default="text", type=click.Choice(FORMATS), help="json: an object a line."),
+)
+otlp_endpoint = option("--otlp-endpoint", metavar="URL", help="OpenTelemetry collector (OTLP over HTTP) for traces.")
 request_timeout = option(
     "--request-timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds after which a request is ended."
 )

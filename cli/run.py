@@ -62,7 +62,7 @@ def serve_engine(params: Params, service_worker: click.Command) -> None:
     """`fulcrum engine`."""
     parent = Parent() if params["supervised"] else None
     params = processes.with_counts(params)
-    logs.configure(params["log_level"], "engine")
+    logs.configure(params["log_level"], params["log_format"], "engine")
     count, port = params["service_workers"], params["grpc_port"]
     settings.engine_config(params, Path())
     settings.service_config(params, Path(), grpc_port=port)
@@ -91,6 +91,7 @@ def serve_engine(params: Params, service_worker: click.Command) -> None:
             service,
             ready=ready,
             workers=[worker(number) for number in range(count)] if count > 1 else (),
+            log_format=params["log_format"],
             variables=settings.key_variables(service.api_keys, gateway_keys=service.gateway_keys),
         )
         run(work, _fast_loop())
@@ -101,7 +102,7 @@ def serve_worker(params: Params) -> None:
     parent = Parent() if params["supervised"] else None
     from cli.engine import serve_core
 
-    logs.configure(params["log_level"], "service")
+    logs.configure(params["log_level"], params["log_format"], "service")
     service = settings.service_config(params, params["model"], grpc_port=params["grpc_port"], admin=params["admin"])
     service = replace(service, own_address=params["own_address"])
 
@@ -118,7 +119,7 @@ def serve_gateway(params: Params) -> None:
     parent = Parent() if params["supervised"] else None
     from gateway.server import serve
 
-    logs.configure(params["log_level"], "gateway")
+    logs.configure(params["log_level"], params["log_format"], "gateway")
     engines = tuple(address.strip() for address in params["engine"].split(","))
     config = settings.gateway_config(params, engines)
     settings.check_port(params["host"], params["port"], "--port")

@@ -69,7 +69,7 @@ async def run_both(
             try:
                 await unless(signals.stopped(), both.died())
             except Stopped:
-                click.echo("Running requests finish first; Ctrl-C again ends at once.", err=True)
+                click.echo("Running requests finish first; Ctrl-C again ends at once.")
 
 
 @contextlib.asynccontextmanager

@@ -86,6 +86,7 @@ def service_config(params: Params, model: Path, *, grpc_port: int, admin: bool =
             request_timeout=params["request_timeout"],
             grammar_timeout=params["grammar_timeout"],
             metrics_port=params["metrics_port"],
+            otlp_endpoint=params["otlp_endpoint"],
             grace_seconds=params["grace"],
             reuse_port=(params["service_workers"] or 1) > 1,
         )
@@ -114,6 +115,8 @@ def gateway_config(params: Params, engines: tuple[str, ...]) -> GatewayConfig:
             shutdown_seconds=int(params["grace"]),
             access_log=params["access_log"],
             log_level=params["log_level"],
+            log_format=params["log_format"],
+            otlp_endpoint=params["otlp_endpoint"],
             **optional,
         )
     )

@@ -19,6 +19,7 @@ from engine.request import FinishReason
 from engine.scheduler import Scheduler, SequenceUpdate
 from engine.static_scheduler import StaticScheduler
 from engine.step import DeviceLost, Step, StepResult
+from telemetry.logs import about
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,10 @@ class EngineCore:
         if result.failed or step.masks:
             for update in updates:
                 if update.finish is FinishReason.ERROR:
-                    logger.error("request %s, sequence %d: %s", update.request_id, update.index, update.message)
+                    fields = about(request_id=update.request_id)
+                    logger.error(
+                        "request %s, sequence %d: %s", update.request_id, update.index, update.message, extra=fields
+                    )
         stats = self.scheduler.stats
         stats.collect_seconds += computed - began
         stats.execute_seconds += computed - max(launched_at, self._computed)

@@ -15,10 +15,9 @@ from typing import TextIO
 
 from engine.model.errors import ModelError
 from engine.process import config_from_json
+from telemetry.logs import formatter
 
 logger = logging.getLogger(__name__)
-
-_LOG_FORMAT = "%(asctime)s %(levelname)s core %(name)s: %(message)s"
 
 
 def main() -> int:
@@ -32,8 +31,10 @@ def main() -> int:
     # The reply must be alone on its pipe: whatever a library prints goes to standard error.
     reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=sys.stderr)
     settings = json.loads(sys.stdin.buffer.readline())
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter(settings["log_format"], "core"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         core, info = build_core(config_from_json(settings["config"]), progress=settings["progress"])
     except (ModelError, ValueError) as error:

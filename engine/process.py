@@ -47,7 +47,9 @@ class CoreProcess:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def start(cls, config: EngineConfig, *, progress: bool = True) -> AsyncIterator["CoreProcess"]:
+    async def start(
+        cls, config: EngineConfig, *, progress: bool = True, log_format: str = "text"
+    ) -> AsyncIterator["CoreProcess"]:
         """Runs a core process for as long as the block lasts; it serves when the block is entered.
 
         Raises:
@@ -65,15 +67,15 @@ class CoreProcess:
             )
             core = cls(process, socket)
             try:
-                await core._hand_over(config, progress=progress)
+                settings = {"config": config_to_json(config), "progress": progress, "log_format": log_format}
+                await core._hand_over(settings)
                 yield core
             finally:
                 await core.stop()
 
-    async def _hand_over(self, config: EngineConfig, *, progress: bool) -> None:
+    async def _hand_over(self, settings: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        settings = {"config": config_to_json(config), "progress": progress}
         try:
             # Kept open from here on: the core ends when this pipe does, however we end.
             self._process.stdin.write(json.dumps(settings).encode() + b"\n")

@@ -1,5 +1,6 @@
 """Puts the application together: routes, middleware, error answers, and the engines' connections for its lifetime."""
 
+import asyncio
 import gc
 import logging
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ from gateway.engines import EnginePool
 from gateway.errors import ApiError, internal_error
 from gateway.metrics import Metrics
 from gateway.routes import VERSION, Routes
+from telemetry.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
     """The gateway as an ASGI application."""
     pool = EnginePool(config)
     metrics = Metrics()
+    tracer = None if config.otlp_endpoint is None else Tracer(config.otlp_endpoint, "gateway")
     routes = Routes(config, pool, metrics)
 
     @asynccontextmanager
@@ -34,6 +37,8 @@ def create_app(config: GatewayConfig) -> FastAPI:
             gc.collect()
             gc.freeze()
             yield
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
     app = FastAPI(title="Fulcrum", version=VERSION, lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     for path, endpoint, methods in (
@@ -56,7 +61,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ClientDisconnect, on_disconnect)
     app.add_exception_handler(Exception, on_crash)
-    app.add_middleware(Edge, keys=config.key_ring(), metrics=metrics, access_log=config.access_log)
+    app.add_middleware(Edge, keys=config.key_ring(), metrics=metrics, access_log=config.access_log, tracer=tracer)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,

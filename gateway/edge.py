@@ -6,6 +6,7 @@ import logging
 import re
 import secrets
 import time
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -14,6 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fulcrum.keys import MAX_PRIORITY, TENANT, Key, KeyRing, bearer
 from gateway.errors import ApiError, going_down
 from gateway.metrics import Metrics
+from telemetry.logs import about
+from telemetry.tracing import Tracer, fail, passed_on
 
 OPEN_PATHS = frozenset({"/health", "/livez"})
 NOT_IN_LABEL = re.compile(r"[^A-Za-z0-9._:/=+-]")
@@ -26,12 +29,15 @@ access = logging.getLogger("gateway.access")
 class Edge:
     """The outermost middleware of ours."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, metrics: Metrics, access_log: bool) -> None:
-        """`access_log`: a line for each request."""
+    def __init__(
+        self, app: ASGIApp, *, keys: KeyRing, metrics: Metrics, access_log: bool, tracer: Tracer | None
+    ) -> None:
+        """`access_log`: a line for each request. `tracer`: a span for each POST."""
         self._app = app
         self._keys = keys
         self._metrics = metrics
         self._access_log = access_log
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
@@ -45,6 +51,10 @@ class Edge:
         shown = bearer(headers.get("authorization"))
         key = None if shown is None or self._keys.open else self._keys.find(shown)
         state["caller"] = () if key is None else caller_metadata(key)
+        span, state["trace"] = None, passed_on(headers)
+        if self._tracer is not None and scope["method"] == "POST":
+            span = self._tracer.serve("POST", headers.items(), arrival)
+            state["trace"] = self._tracer.headers(span)
         # What is between us and a stream looks at the beginning of an answer alone: what follows may pass it by.
         state["send_body"] = send
         status = 500
@@ -77,10 +87,30 @@ class Edge:
             self._metrics.requests.labels(scope["method"], path, str(told)).inc()
             passed = time.monotonic() - arrival
             self._metrics.seconds.labels(path).observe(passed)
+            if span is not None:
+                end_span(span, path, told, state)
             if self._access_log:
                 # The path is quoted as the wire had it, so that it cannot end the line.
                 wire = scope["raw_path"].decode("ascii", "backslashreplace")
-                access.info("%s %s %d %.3fs %s", scope["method"], wire, told, passed, label)
+                fields = about(x_request_id=label, request_id=state.get("engine_id"), status=told, seconds=passed)
+                access.info("%s %s %d %.3fs %s", scope["method"], wire, told, passed, label, extra=fields)
+
+
+def end_span(span: Any, route: str, status: int, state: dict[str, Any]) -> None:
+    """Writes into a request's span how it has ended."""
+    span.update_name(f"POST {route}")
+    span.set_attributes(
+        {
+            "http.request.method": "POST",
+            "http.route": route,
+            "http.response.status_code": status,
+            "gen_ai.response.id": state.get("engine_id", "-"),
+            "fulcrum.x_request_id": state["request_id"],
+        }
+    )
+    if status >= 500:
+        fail(span, str(status))
+    span.end()
 
 
 def caller_metadata(key: Key) -> tuple[tuple[str, str], ...]:

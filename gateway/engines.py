@@ -51,12 +51,12 @@ class CallContext:
     Args:
         request_id: the label that the caller gave, or a minted one.
         deadline: on the monotonic clock, seconds (None: no limit).
-        caller: metadata that names the caller to the engine.
+        further: metadata that names the caller to the engine, and the trace.
     """
 
     request_id: str
     deadline: float | None
-    caller: tuple[tuple[str, str], ...] = ()
+    further: tuple[tuple[str, str], ...] = ()
 
     def remaining(self) -> float | None:
         """Seconds left, never negative."""
@@ -240,4 +240,4 @@ class EnginePool:
         return [link for engine in self._engines for link in engine.links]
 
     def _metadata_of(self, context: CallContext) -> list[tuple[str, str]]:
-        return [*self._metadata, ("x-request-id", context.request_id), *context.caller]
+        return [*self._metadata, ("x-request-id", context.request_id), *context.further]

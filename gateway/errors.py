@@ -9,6 +9,8 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from telemetry.logs import about
+
 logger = logging.getLogger(__name__)
 
 StatusCode = grpc.StatusCode
@@ -110,11 +112,12 @@ def from_rpc(error: grpc.aio.AioRpcError, names: dict[str, str], label: str) -> 
         label: the request's x-request-id, for the log.
     """
     code = error.code()
+    fields = about(x_request_id=label)
     info, violation, retry = details_of(error)
     reason = info.reason if info is not None else ""
     if code not in STATUSES or reason == "TENANT_FORBIDDEN":
         # UNAUTHENTICATED too: the gateway's key is wrong, which is not the caller's fault.
-        logger.error("request %s: the engine answered %s: %s", label, code.name, error.details())
+        logger.error("request %s: the engine answered %s: %s", label, code.name, error.details(), extra=fields)
         return internal_error()
     http, kind, default_code = STATUSES[code]
     message = error.details() or code.name
@@ -123,7 +126,7 @@ def from_rpc(error: grpc.aio.AioRpcError, names: dict[str, str], label: str) -> 
         return ApiError(413, "The request, or its answer, is larger than the engine takes.", code="request_too_large")
     if http in (503, 504) and info is None:
         # The text is the transport's: it names addresses.
-        logger.warning("request %s: the engine answered %s: %s", label, code.name, message)
+        logger.warning("request %s: the engine answered %s: %s", label, code.name, message, extra=fields)
         message = TIMEOUT_TEXT if http == 504 else UNAVAILABLE_TEXT
     error_code = reason.lower() or default_code
     param = None

@@ -159,6 +159,7 @@ class Routes:
             names = names | {given.field: given.param}
         opening = Answer.open(self._pool, requests, body.n or 1, self._context(request))
         answer = await self._engine(request, opening, names)
+        request.state.engine_id = answer.request_id
         head = Head(answer.request_id, int(time.time()), body.model or answer.model, FINGERPRINT)
         shape = form(head, answer.choices)
         if body.stream:
@@ -221,7 +222,7 @@ class Routes:
         if (asked := request.headers.get("x-request-timeout")) is not None:
             limits.append(seconds(asked))
         deadline = request.state.arrival + min(limits) if limits else None
-        return CallContext(request.state.request_id, deadline, request.state.caller)
+        return CallContext(request.state.request_id, deadline, (*request.state.caller, *request.state.trace))
 
     async def _call(self, request: Request, method: str, message: Any, names: dict[str, str]) -> Any:
         return await self._engine(request, self._pool.call(method, message, self._context(request)), names)

@@ -13,6 +13,7 @@ from uvicorn.supervisors import Multiprocess
 
 from fulcrum.tls import Identity, server_context
 from gateway.config import GatewayConfig
+from telemetry.logs import formatter
 
 BACKLOG = 2048
 # gRPC's newer reader hands each message through one thread more: a quarter of what a streamed token costs a gateway.
@@ -29,10 +30,11 @@ def logging_of(config: GatewayConfig) -> dict[str, Any]:
     """The form and the levels of the log, for every worker. The access log is asked for by a switch of its own."""
     level = config.log_level.upper()
     loggers = {"gateway": level, "uvicorn.error": "ERROR" if level == "ERROR" else "WARNING", "gateway.access": "INFO"}
+    loggers["opentelemetry"] = loggers["uvicorn.error"]
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"line": {"format": "%(asctime)s %(levelname)s gateway %(name)s: %(message)s"}},
+        "formatters": {"line": {"()": formatter, "form": config.log_format, "process": "gateway"}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
         "loggers": {
             name: {"handlers": ["stderr"], "level": level, "propagate": False} for name, level in loggers.items()

@@ -8,6 +8,7 @@ from pathlib import Path
 from fulcrum.keys import KeyRing
 from fulcrum.tls import Identity, identity
 from service.parsers.registry import check_names
+from telemetry.tracing import check_endpoint
 
 # Of an address: the admin socket is made in a folder of the user's own, named after the main one.
 AUTO = "auto"
@@ -41,6 +42,7 @@ class ServiceConfig:
         request_timeout: seconds after which a Generate ends DEADLINE_EXCEEDED, whatever deadline its caller set.
         max_message_bytes: the one limit on a message, both ways.
         metrics_port: serves Prometheus metrics (HTTP) on this port of `address`'s host (0: any free one; None: none).
+        otlp_endpoint: where traces are sent (telemetry.tracing; None: nowhere).
         grace_seconds: how long running requests may go on when the server drains.
         min_ping_seconds: keepalive pings of clients are tolerated down to this interval, also without calls.
         reuse_port: several service processes share one port (SO_REUSEPORT).
@@ -68,6 +70,7 @@ class ServiceConfig:
     request_timeout: float | None = None
     max_message_bytes: int = MAX_MESSAGE_BYTES
     metrics_port: int | None = None
+    otlp_endpoint: str | None = None
     grace_seconds: float = 30.0
     min_ping_seconds: float = 5.0
     reuse_port: bool = False
@@ -92,6 +95,7 @@ class ServiceConfig:
             if not ring.has_admin:
                 text = f"a TCP address ({self.admin_address}) needs an API key with admin, in api_key_file"
                 raise ValueError(f"admin_address: {text}")
+        check_endpoint(self.otlp_endpoint)
         check_names(self.tool_parser, self.reasoning_parser)
         for name in ("request_timeout", "min_ping_seconds", "grammar_timeout"):
             value = getattr(self, name)

@@ -15,7 +15,9 @@ from google.protobuf.message import DecodeError
 from service.auth import Metadata
 from service.errors import ApiError
 from service.figures import Figures
+from service.record import label_of
 from service.wire import serialized
+from telemetry.logs import about
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +101,8 @@ class Guard(grpc.aio.ServerInterceptor):
                 raise
             except Exception:  # the one place that turns the unexpected into a status
                 code = "INTERNAL"
-                logger.exception("%s failed", method)
+                fields = about(x_request_id=label_of(context.invocation_metadata()))
+                logger.exception("%s failed", method, extra=fields)
                 generic = ApiError(grpc.StatusCode.INTERNAL, "INTERNAL", "internal error; the server's log has more")
                 await context.abort(generic.code, generic.message, generic.trailers())
             finally:

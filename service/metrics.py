@@ -136,7 +136,10 @@ class MetricsServer:
 
     Args:
         host: where it listens.
-        port: 0 for any free one; `port` tells which.
+        port: 0 for any free one.
+
+    Attributes:
+        address: HOST:PORT.
     """
 
     def __init__(self, host: str, port: int, collector: EngineCollector) -> None:
@@ -146,7 +149,7 @@ class MetricsServer:
         thread: Thread
         server, thread = start_http_server(port, host, registry)
         self._server, self._thread = server, thread
-        self.port: int = server.server_port
+        self.address = f"{f'[{host}]' if ':' in host else host}:{server.server_port}"
 
     async def close(self) -> None:
         """Stops listening and waits for the thread; the loop stays free to answer a last scrape."""

@@ -1,15 +1,18 @@
-"""What happens to one Generate call, and when: the one place where its figures come from. Knows no engine."""
+"""What happens to one Generate call, and when: the one place where its figures come from. Knows no engine process."""
 
 import asyncio
 import time
-from collections.abc import Iterable
+from typing import Any
 
 import grpc
 
+from engine.request import Request
 from fulcrum.v1 import inference_pb2 as pb
+from service.auth import Metadata
 from service.choice import Choice
 from service.errors import ApiError
 from service.figures import Figures
+from telemetry.logs import about
 
 _LABEL_LENGTH = 128
 # A caller's clock began before the request arrived here, so that its deadline passes a little before ours.
@@ -29,29 +32,43 @@ class Record:
         metadata: of the call.
 
     Attributes:
-        label: the caller's own name of the request (metadata x-request-id, printable by gRPC's rules), "-" without one.
-        arrival, started, first, last: when it came, was first scheduled, had its first and its last token.
+        request_id, model: as accepted; "-" before.
+        label: as in label_of.
+        arrival, accepted, started, first, last, ended: when it came, was queued, was first scheduled, had its first and
+            its last token, and ended.
         cached_tokens: of the prompt.
         tokens: generated, of all sequences that have finished.
+        reasons: how its sequences have ended, each one of FINISHES.
+        error: why it ended ill, "" where it did not.
     """
 
-    def __init__(self, figures: Figures, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
+    def __init__(self, figures: Figures, metadata: Metadata) -> None:
         self._figures = figures
         self.arrival = time.monotonic()
-        self.label = next((str(value)[:_LABEL_LENGTH] for key, value in metadata or () if key == "x-request-id"), "-")
-        self.request_id = "-"
-        self.started = self.first = self.last = 0.0
+        self.label = label_of(metadata)
+        self.metadata = metadata
+        self.request_id = self.model = "-"
+        self.accepted = self.started = self.first = self.last = self.ended = 0.0
+        self.reasons: list[str] = []
+        self.error = ""
         self.prompt_tokens = self.cached_tokens = self.max_tokens = self.tokens = 0
         self._running = 0
         self._firsts: list[float] = []
         self._lasts: list[float] = []
 
-    def accept(self, request_id: str, prompt_tokens: int, max_tokens: int, n: int) -> None:
+    def accept(self, job: Request, model: str) -> None:
         """The core has queued it."""
-        self.request_id, self.prompt_tokens, self.max_tokens = request_id, prompt_tokens, max_tokens
-        self._running = n
+        self.accepted = time.monotonic()
+        self.request_id, self.model = job.request_id, model
+        self.prompt_tokens, self.max_tokens = len(job.prompt), job.params.max_tokens
+        self._running = n = job.params.n
         self._firsts = [0.0] * n
         self._lasts = [0.0] * n
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """For log lines about it."""
+        return about(request_id=self.request_id, x_request_id=self.label)
 
     def start(self, at: float, cached_tokens: int) -> None:
         """Its first step has been scheduled."""
@@ -78,7 +95,8 @@ class Record:
         """One sequence is complete."""
         self._running -= 1
         self.tokens += choice.tokens
-        self._figures.finished.add(pb.FinishReason.Name(choice.reason).removeprefix("FINISH_REASON_").lower())
+        self.reasons.append(pb.FinishReason.Name(choice.reason).removeprefix("FINISH_REASON_").lower())
+        self._figures.finished.add(self.reasons[-1])
         if choice.tokens > 1:
             passed = self._lasts[choice.index] - self._firsts[choice.index]
             self._figures.per_token.observe(passed / (choice.tokens - 1))
@@ -97,16 +115,24 @@ class Record:
 
     def end(self, error: BaseException | None, remaining: float | None) -> None:
         """The call has ended: well, or by this error with so many seconds of its deadline left."""
+        figures, self.ended = self._figures, time.monotonic()
         if error is not None:
-            self._figures.finished.add(ending(error, remaining), by=self._running)
+            reason = ending(error, remaining)
+            self.error = error.reason if isinstance(error, ApiError) else reason
+            self.reasons += [reason] * self._running
+            figures.finished.add(reason, by=self._running)
             return
-        figures = self._figures
-        figures.end_to_end.observe(time.monotonic() - self.arrival)
+        figures.end_to_end.observe(self.ended - self.arrival)
         figures.prefill.observe(self.first - self.started)
         figures.decode.observe(self.last - self.first)
         figures.request_prompt_tokens.observe(self.prompt_tokens)
         figures.request_tokens.observe(self.tokens)
         figures.max_tokens.observe(self.max_tokens)
+
+
+def label_of(metadata: Metadata) -> str:
+    """The caller's own name of a request (metadata x-request-id, printable by gRPC's rules), "-" without one."""
+    return next((str(value)[:_LABEL_LENGTH] for key, value in metadata or () if key == "x-request-id"), "-")
 
 
 def ending(error: BaseException, remaining: float | None) -> str:

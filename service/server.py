@@ -32,6 +32,7 @@ from service.live import LiveCalls
 from service.metrics import EngineCollector, MetricsServer
 from service.model import ServedModel
 from service.servicer import InferenceServicer
+from telemetry.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +83,8 @@ async def serve(
     loop = asyncio.get_running_loop()
     model = await asyncio.to_thread(ServedModel.load, config)
     authenticator = Authenticator(config.key_ring(), config.max_priority)
-    own = config.own_address or ""
-    figures = Figures(unix_path(own).with_suffix(SUFFIX) if is_unix(own) else None)
     identity = config.identity()
+    figures = _figures(config)
     live = LiveCalls(config.request_timeout)
     grammars = GrammarCompiler(
         model.prompts.tokenizer, core.info.vocab_size, core.info.eos_token_ids, seconds=config.grammar_timeout
@@ -96,6 +96,9 @@ async def serve(
     async with AsyncExitStack() as cleanup:
         cleanup.callback(model.prompts.close)
         cleanup.push_async_callback(grammars.close)
+        tracer = None if config.otlp_endpoint is None else Tracer(config.otlp_endpoint, "engine")
+        if tracer is not None:
+            cleanup.push_async_callback(asyncio.to_thread, tracer.close)
         main = _new_server(config, Guard(authenticator.caller, figures))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(
@@ -105,6 +108,7 @@ async def serve(
                 live,
                 grammars=grammars,
                 figures=figures,
+                tracer=tracer,
                 share_prefixes=config.share_prefixes,
             ),
             main,
@@ -130,11 +134,13 @@ async def serve(
 
         metrics_address = None
         if config.metrics_port is not None:
-            host = "127.0.0.1" if is_unix(config.address) else split_address(config.address)[0]
-            collector = EngineCollector(core, figures, model.names[0], loop)
-            metrics = MetricsServer(host, config.metrics_port, collector)
+            metrics = MetricsServer(
+                "127.0.0.1" if is_unix(config.address) else split_address(config.address)[0],
+                config.metrics_port,
+                EngineCollector(core, figures, model.names[0], loop),
+            )
             cleanup.push_async_callback(metrics.close)
-            metrics_address = f"{f'[{host}]' if ':' in host else host}:{metrics.port}"
+            metrics_address = metrics.address
 
         watching = asyncio.create_task(_watch_core(core, live, health))
         cleanup.callback(watching.cancel)
@@ -156,6 +162,11 @@ async def _watch_core(core: CoreClient, live: LiveCalls, health: HealthServicer)
     await health.enter_graceful_shutdown()
     await core.closed()
     logger.error("the engine core is gone: %d requests are ended", live.end(engine_dead))
+
+
+def _figures(config: ServiceConfig) -> Figures:
+    own = config.own_address or ""
+    return Figures(unix_path(own).with_suffix(SUFFIX) if is_unix(own) else None)
 
 
 def _new_server(config: ServiceConfig, guard: Guard) -> grpc.aio.Server:

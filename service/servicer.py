@@ -21,8 +21,10 @@ from service.output_grammar import output_grammar
 from service.parsed_choice import ParsedChoice
 from service.parsers.output_parser import Reading
 from service.record import Record
+from service.spans import export
 from service.tools import must_call
 from service.validate import Plan, Violations, fit, plan, refusal, window_exceeded
+from telemetry.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         grammars: compiles what constrains a text.
         share_prefixes: as in ServiceConfig.
         figures: counts what happens.
+        tracer: makes spans of it (None: there are none).
     """
 
     def __init__(
@@ -51,10 +54,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         *,
         grammars: GrammarCompiler,
         figures: Figures,
+        tracer: Tracer | None,
         share_prefixes: bool,
     ) -> None:
         self._core = core
         self._figures = figures
+        self._tracer = tracer
         self._grammars = grammars
         self._model = model
         self._authenticator = authenticator
@@ -75,7 +80,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         except BaseException as error:
             record.end(error, context.time_remaining())
             raise
-        record.end(None, None)
+        else:
+            record.end(None, None)
+        finally:
+            if self._tracer is not None:
+                export(self._tracer, record)
 
     async def _generate(self, request: pb.GenerateRequest, context: Context, record: Record) -> None:
         core, model = self._core, self._model
@@ -105,18 +114,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             grammar="" if grammar is None else grammar.key,
         )
         stream = await self._submit(job, grammar, field)
-        record.accept(asked.request_id, len(prompt), params.max_tokens, params.n)
-        logger.debug("request %s (%s) is accepted: %d prompt tokens", asked.request_id, record.label, len(prompt))
+        record.accept(job, name)
+        about, what = (asked.request_id, record.label), record.fields
+        logger.debug("request %s (%s) is accepted: %d prompt tokens", *about, len(prompt), extra=what)
         try:
             await context.write(pb.GenerateResponse(accepted=pb.Accepted(request_id=asked.request_id, model=name)))
             choices = [self._choice(index, asked, field, reading) for index in range(params.n)]
             usage = await self._stream(stream, choices, record, context)
             await context.write(pb.GenerateResponse(usage=usage))
+            logger.debug("request %s (%s) is answered: %d tokens", *about, record.tokens, extra=what)
         finally:
             # Before anything is forgotten. Once the core has ended the request, its id may be another's.
             if not stream.ended:
                 core.abort_soon(stream)
-                logger.info("request %s (%s) ended early", asked.request_id, record.label)
+                logger.info("request %s (%s) ended early", *about, extra=what)
 
     def _salt(self, tenant: str, salt: str) -> str:
         """A salt that no other tenant has, whatever he asks for: names of tenants hold no NUL."""

@@ -1,5 +1,6 @@
 """The `fulcrum` command as a real process that never outlives its test."""
 
+import contextlib
 import os
 import queue
 import re
@@ -63,6 +64,15 @@ class Fulcrum:
         self.process.send_signal(number)
         return self.process.wait(WAIT_SECONDS)
 
+    def kill(self) -> None:
+        """Ends it and everything below it at once."""
+        family = self.descendants()
+        self.process.kill()
+        self.process.wait()
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
 
 def descendants(pid: int) -> list[int]:
     found = []
@@ -85,6 +95,12 @@ def await_end() -> Callable[[list[int]], None]:
     return wait
 
 
+@pytest.fixture(scope="session")
+def fulcrum_process() -> type[Fulcrum]:
+    """For a process that several tests share; kill it at the end."""
+    return Fulcrum
+
+
 @pytest.fixture
 def fulcrum(tmp_path: Path) -> Iterator[Callable[..., Fulcrum]]:
     """Starts `fulcrum ARGUMENTS` with further environment variables; it, and all that it started, end with the test."""
@@ -97,11 +113,4 @@ def fulcrum(tmp_path: Path) -> Iterator[Callable[..., Fulcrum]]:
 
     yield start
     for each in started:
-        family = each.descendants()
-        each.process.kill()
-        each.process.wait()
-        for pid in family:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        each.kill()

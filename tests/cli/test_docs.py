@@ -10,7 +10,7 @@ import pytest
 from cli.main import main
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("proto/fulcrum", "kernels", "engine", "service", "gateway", "cli")
+ROOMS = ("proto/fulcrum", "telemetry", "kernels", "engine", "service", "gateway", "cli")
 FILES = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 # What the life of a request names beside code.

@@ -145,6 +145,14 @@ def test_labels_are_echoed_and_passed_on(http, gateway, engine, kit, given, labe
     assert engine.calls[0].request.request_id == ""
 
 
+def test_traces_are_passed_on(http, gateway, engine, kit):
+    trace = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "tracestate": "vendor=1"}
+    http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT, headers=trace)
+    http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT, headers={"traceparent": b"caf\xe9"})
+    assert trace.items() <= engine.calls[0].metadata.items()
+    assert "traceparent" not in engine.calls[1].metadata
+
+
 def test_labels_are_minted(http, gateway, engine, kit):
     labels = set()
     for headers in ({}, {"x-request-id": ""}, {"x-request-id": "<>"}):
