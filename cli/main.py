@@ -182,6 +182,28 @@ def chat(**params: Any) -> None:
     run_chat(params)
 
 
+@main.command()
+@click.argument("request_id", required=False)
+@options.option("--admin-address", required=True, help="HOST:PORT or unix:/PATH of the engine's administration.")
+@options.option("--api-key", help="Key that the engine wants there.")
+@options.option(
+    "--steps", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="Write the latest steps here."
+)
+@options.option("--last", type=click.IntRange(1, 2**31 - 1), show_default="all that are kept", help="So many steps.")
+def trace(
+    request_id: str | None, admin_address: str, api_key: str | None, steps: Path | None, last: int | None
+) -> None:
+    """Show the timeline of a request, and write the engine's latest steps as a Chrome (Perfetto) trace file.
+
+    The engine must have been started with --trace-requests.
+    """
+    if request_id is None and steps is None:
+        raise click.UsageError("give a request's id, --steps FILE, or both")
+    from cli.trace import run_trace
+
+    run_trace(request_id, admin_address, api_key, steps, last)
+
+
 main.add_command(bench)
 
 

@@ -174,6 +174,12 @@ engine_settings = together(
         metavar="PKG.MOD:CLASS",
         help="Applied to the logits, in order.",
     ),
+    option(
+        "--trace-requests",
+        default=0,
+        type=click.IntRange(min=0),
+        help="Keep the timelines of so many requests, for fulcrum trace.",
+    ),
     option("--threads", type=int, show_default="the cores at hand", help="Torch threads on the CPU."),
 )
 

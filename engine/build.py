@@ -11,6 +11,7 @@ from engine.messages import CoreInfo
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.static_scheduler import StaticScheduler
+from engine.trace import Tracer
 
 if TYPE_CHECKING:
     from engine.gpu.runner import GpuRunner
@@ -37,15 +38,19 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[EngineCo
         num_pages=runner.num_pages,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
+        traces=config.trace_requests > 0,
         version=importlib.metadata.version("fulcrum-llm"),
     )
     grammars = Grammars()
-    scheduler = new_scheduler(config, info, grammars)
+    tracer = Tracer(config.trace_requests) if config.trace_requests else None
+    scheduler = new_scheduler(config, info, grammars, tracer)
     overlap = int(config.overlap and runner.device.type == "cuda")
-    return EngineCore(scheduler, runner, overlap=overlap, grammars=grammars), info
+    return EngineCore(scheduler, runner, overlap=overlap, grammars=grammars, tracer=tracer), info
 
 
-def new_scheduler(config: EngineConfig, info: CoreInfo, grammars: Grammars | None = None) -> Scheduler:
+def new_scheduler(
+    config: EngineConfig, info: CoreInfo, grammars: Grammars | None = None, tracer: Tracer | None = None
+) -> Scheduler:
     """An empty scheduler as the settings say, for an engine of this description."""
     kind = StaticScheduler if config.scheduler == "static" else Scheduler
     return kind(
@@ -65,6 +70,7 @@ def new_scheduler(config: EngineConfig, info: CoreInfo, grammars: Grammars | Non
         look_ahead=config.look_ahead,
         seed=config.seed,
         grammars=grammars,
+        tracer=tracer,
     )
 
 

@@ -23,17 +23,21 @@ from engine.messages import (
     FromCore,
     GrammarReply,
     LoadGrammar,
+    Note,
     Outputs,
+    Reply,
     RequestStart,
     SequenceOutput,
     StatsReply,
+    StepsReply,
     Submit,
     ToCore,
+    TraceReply,
 )
 from engine.request import FinishReason, RejectReason, Request, RequestRejected
+from engine.trace import StepTrace, TraceEvent
 
-_Answer = StatsReply | CountReply | AbortReply | GrammarReply
-_Reply = TypeVar("_Reply", StatsReply, CountReply, AbortReply, GrammarReply)
+_Reply = TypeVar("_Reply", StatsReply, CountReply, AbortReply, GrammarReply, TraceReply, StepsReply)
 _Event = RequestStart | list[SequenceOutput]
 
 
@@ -145,7 +149,7 @@ class CoreClient:
         self._streams: dict[str, RequestStream] = {}
         # By id: answers still to come to submits whose caller has gone. The id may be in use again by then.
         self._unclaimed: Counter[str] = Counter()
-        self._calls: dict[int, asyncio.Future[_Answer]] = {}
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._grammars: set[str] = set()  # that the core has said to hold
         self._knows_vocabulary = False
         self._call_ids = itertools.count(1)
@@ -248,6 +252,19 @@ class CoreClient:
         """The core takes no new requests from now on. Returns how many are live."""
         return (await self._call("drain", CountReply)).count
 
+    def note(self, request_id: str, kind: str) -> None:
+        """For the trace of a request, if one is kept: something happened to it just now."""
+        if self.info.traces and not self._closed.is_set():
+            self._send(Note(request_id, kind))
+
+    async def trace(self, request_id: str) -> list[TraceEvent] | None:
+        """What happened to a request, in order; None where nothing is kept of it."""
+        return (await self._call("trace", TraceReply, request_id)).events
+
+    async def steps(self, count: int) -> list[StepTrace]:
+        """The latest steps that are kept, oldest first."""
+        return (await self._call("steps", StepsReply, str(count))).steps
+
     async def state_changed(self) -> None:
         """Returns when `draining` has become true or the connection is lost."""
         await self._state_changed.wait()
@@ -262,12 +279,12 @@ class CoreClient:
         await asyncio.gather(self._reading, return_exceptions=True)
         self._writer.close()
 
-    async def _call(self, method: str, kind: type[_Reply]) -> _Reply:
+    async def _call(self, method: str, kind: type[_Reply], argument: str = "") -> _Reply:
         call_id = next(self._call_ids)
-        return await self._ask(Call(call_id, method), call_id, kind)
+        return await self._ask(Call(call_id, method, argument), call_id, kind)
 
     async def _ask(self, message: ToCore, call_id: int, kind: type[_Reply]) -> _Reply:
-        answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._send(message)
         self._calls[call_id] = answer
         try:
@@ -299,7 +316,7 @@ class CoreClient:
         match message:
             case Outputs():
                 self._dispatch_outputs(message)
-            case StatsReply() | CountReply() | AbortReply() | GrammarReply():
+            case StatsReply() | CountReply() | AbortReply() | GrammarReply() | TraceReply() | StepsReply():
                 answer = self._calls.get(message.call_id)
                 if answer is not None and not answer.done():
                     answer.set_result(message)

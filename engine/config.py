@@ -23,6 +23,14 @@ _STEP_LIMITS = {"cpu": (256, 2048), "cuda": (1024, 1152)}
 _MOST_GUESSED = 128
 
 
+_LEAST = {
+    **dict.fromkeys(("page_size", "max_num_seqs", "max_num_batched_tokens", "speculative_length", "threads"), 1),
+    **dict.fromkeys(("max_queue_requests", "max_queue_tokens"), 1),
+    **dict.fromkeys(("look_ahead", "trace_requests"), 0),
+    "max_model_len": 2,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of one engine core.
@@ -54,6 +62,7 @@ class EngineConfig:
         speculative_length: most tokens guessed for a sequence in a step.
         speculative_window: shortest and longest run of tokens that is looked for.
         logits_processors: "package.module:Class" of user logits processors, applied in order.
+        trace_requests: the last so many requests, and 8 times as many steps, are kept as timelines; 0: none.
         threads: torch threads on the CPU (None: the cores this process may use).
         seed: of dummy weights (None: 0), and of the seeds minted for requests without one (None: new at every start).
     """
@@ -82,19 +91,16 @@ class EngineConfig:
     speculative_length: int = 8
     speculative_window: tuple[int, int] = (2, 4)
     logits_processors: tuple[str, ...] = ()
+    trace_requests: int = 0
     threads: int | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
         """Raises: ValueError naming the field that is out of range."""
-        positive = ["page_size", "max_num_seqs", "max_num_batched_tokens", "max_queue_requests", "max_queue_tokens"]
-        positive += ["speculative_length"]
-        for name in positive:
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        if self.look_ahead < 0:
-            raise ValueError(f"look_ahead must be at least 0, not {self.look_ahead}")
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, not {self.page_size}")
         few_tokens = self.max_num_batched_tokens is not None and self.max_num_batched_tokens < (self.max_num_seqs or 0)
@@ -103,15 +109,11 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"
                 f" ({self.max_num_seqs}): every running sequence decodes one token a step"
             )
-        least, most = self.speculative_window
-        if not 1 <= least <= most:
-            raise ValueError(f"speculative_window must be of 1 <= min <= max, not {least},{most}")
+        shortest, longest = self.speculative_window
+        if not 1 <= shortest <= longest:
+            raise ValueError(f"speculative_window must be of 1 <= min <= max, not {shortest},{longest}")
         if self.speculative != "off" and self.scheduler == "static":
             raise ValueError("speculative: the static scheduler takes one token of a sequence at a time")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ValueError(f"max_model_len must be at least 2, not {self.max_model_len}")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads must be at least 1, not {self.threads}")
         if self.memory_budget is not None:
             if isinstance(self.memory_budget, float) and not 0 < self.memory_budget <= 1:
                 raise ValueError(f"memory_budget as a fraction must be in (0, 1], not {self.memory_budget}")

@@ -10,7 +10,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine.grammar import Grammars
 from engine.messages import STEP_BOUNDS, CoreStats
@@ -19,6 +19,7 @@ from engine.request import FinishReason
 from engine.scheduler import Scheduler, SequenceUpdate
 from engine.static_scheduler import StaticScheduler
 from engine.step import DeviceLost, Step, StepResult
+from engine.trace import LaunchTimes, Tracer
 from telemetry.logs import about
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,15 @@ class Turn:
     updates: list[SequenceUpdate]
 
 
+class _InFlight(NamedTuple):
+    """A launched step; followed: the device had work until then."""
+
+    step: Step
+    launched: Any
+    followed: bool
+    times: LaunchTimes
+
+
 class EngineCore:
     """Turns the scheduler's steps into tokens."""
 
@@ -53,12 +63,14 @@ class EngineCore:
         *,
         overlap: int = 0,
         grammars: Grammars | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.grammars = grammars or Grammars()
+        self.tracer = tracer
         self._runner = runner
         self._overlap = overlap
-        self._in_flight: deque[tuple[Step, Any, bool, float]] = deque()  # the time is that of its launch
+        self._in_flight: deque[_InFlight] = deque()
         self._busy = False  # since the step before
         self._pacer = Pacer()
         self._computed = 0.0  # when the last result came
@@ -80,41 +92,42 @@ class EngineCore:
 
         Raises: DeviceLost.
         """
-        began = time.perf_counter()
-        self._pacer.launching(time.monotonic())
+        began = time.monotonic()
+        self._pacer.launching(began)
         step = self.scheduler.schedule()
         started = self.scheduler.started()
-        scheduled_at = time.monotonic()
-        scheduled = time.perf_counter()
+        scheduled = time.monotonic()
         updates: list[SequenceUpdate] = []
         if step is not None:
             self._count(step)
             try:
-                self._in_flight.append((step, self._runner.launch(step), self._busy, scheduled))
-                self._pacer.launched(step, time.monotonic())
-                self.scheduler.stats.launch_seconds += time.perf_counter() - scheduled
+                launched, now = self._runner.launch(step), time.monotonic()
+                self._in_flight.append(_InFlight(step, launched, self._busy, (began, scheduled, now)))
+                self._pacer.launched(step, now)
+                self.scheduler.stats.launch_seconds += now - scheduled
             except DeviceLost:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a step raises is about its own sequences
-                updates += self._fail(step, error)
+                now = time.monotonic()
+                updates += self._fail(step, error, (began, scheduled, now), now)
         if self._in_flight and (step is None or len(self._in_flight) > self._overlap):
             updates += self._collect()
         self.scheduler.stats.schedule_seconds += scheduled - began
         self._busy = step is not None and self.has_work
-        return Turn(started, scheduled_at, updates)
+        return Turn(started, scheduled, updates)
 
     def _collect(self) -> list[SequenceUpdate]:
-        step, launched, followed, launched_at = self._in_flight.popleft()
-        began = time.perf_counter()
+        step, launched, followed, times = self._in_flight.popleft()
+        began = time.monotonic()
         try:
             result = self._runner.collect(launched)
         except DeviceLost:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a step raises is about its own sequences
             self._pacer.failed()
-            return self._fail(step, error)
-        self._pacer.collected(result.busy_seconds, time.monotonic())
-        computed = time.perf_counter()
+            return self._fail(step, error, times, began)
+        computed = time.monotonic()
+        self._pacer.collected(result.busy_seconds, computed)
         updates = self.scheduler.update(step, result)
         if result.failed or step.masks:
             for update in updates:
@@ -125,16 +138,20 @@ class EngineCore:
                     )
         stats = self.scheduler.stats
         stats.collect_seconds += computed - began
-        stats.execute_seconds += computed - max(launched_at, self._computed)
+        stats.execute_seconds += computed - max(times[1], self._computed)
         self._computed = computed
         stats.device_busy_seconds += result.busy_seconds
         if followed:  # else the device had nothing to do
             stats.device_gap_seconds += result.gap_seconds
-        stats.process_seconds += time.perf_counter() - computed
+        stats.process_seconds += time.monotonic() - computed
+        if self.tracer:
+            self.tracer.step(step, times, (began, computed), result)
         return updates
 
-    def _fail(self, step: Step, error: Exception) -> list[SequenceUpdate]:
+    def _fail(self, step: Step, error: Exception, times: LaunchTimes, began: float) -> list[SequenceUpdate]:
         logger.error("step %d failed: %d sequences end with an error", step.step_id, len(step.works), exc_info=error)
+        if self.tracer:
+            self.tracer.step(step, times, (began, time.monotonic()), str(error))
         return self.scheduler.fail(step, str(error))
 
     def _count(self, step: Step) -> None:

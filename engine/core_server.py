@@ -31,12 +31,15 @@ from engine.messages import (
     FromCore,
     GrammarReply,
     LoadGrammar,
+    Note,
     RequestAccepted,
     RequestRejection,
     RequestStart,
     StatsReply,
+    StepsReply,
     Submit,
     ToCore,
+    TraceReply,
 )
 from engine.request import FinishReason, RequestRejected
 from engine.sequence import SequenceUpdate
@@ -261,6 +264,9 @@ class CoreServer:
             case LoadGrammar():
                 connection.vocabulary = message.vocabulary or connection.vocabulary
                 self._loader.submit(self._load, connection, message, connection.vocabulary)
+            case Note():
+                if self._core.tracer:
+                    self._core.tracer.add(message.request_id, message.kind)
 
     def _load(self, connection: _Connection, message: LoadGrammar, vocabulary: Vocabulary | None) -> None:
         """Runs in the loader's thread."""
@@ -307,6 +313,12 @@ class CoreServer:
                     for other in list(self._connections.values()):
                         self._post(other, CoreState(draining=True))
                 self._post(connection, CountReply(call.call_id, len(self._owners)))
+            case "trace":
+                tracer = self._core.tracer
+                self._post(connection, TraceReply(call.call_id, tracer.request(call.argument) if tracer else None))
+            case "steps":
+                kept = list(self._core.tracer.steps) if self._core.tracer else []
+                self._post(connection, StepsReply(call.call_id, kept[-int(call.argument) :]))
             case _:
                 self._drop(connection, f"it called an unknown method {call.method!r}")
 

@@ -7,6 +7,7 @@ import msgspec
 
 from engine.grammar import Vocabulary
 from engine.request import FinishReason, RejectReason, Request
+from engine.trace import StepTrace, TraceEvent
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -32,7 +33,15 @@ class Call(msgspec.Struct, tag="call", array_like=True):
     """Client to core: a question that has one Reply."""
 
     call_id: int
-    method: str  # "stats" | "flush_cache" | "drain"
+    method: str  # "stats" | "flush_cache" | "drain" | "trace" | "steps"
+    argument: str = ""  # of "trace": the request's id; of "steps": how many
+
+
+class Note(msgspec.Struct, tag="note", array_like=True):
+    """Client to core: for the trace of a request, something happened to it just now."""
+
+    request_id: str
+    kind: str
 
 
 class LoadGrammar(msgspec.Struct, tag="grammar", array_like=True):
@@ -61,6 +70,7 @@ class CoreInfo(msgspec.Struct, tag="info", array_like=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     version: str
+    traces: bool = False  # whether timelines are kept
 
 
 class SequenceOutput(msgspec.Struct, array_like=True):
@@ -162,6 +172,20 @@ class CountReply(msgspec.Struct, tag="count", array_like=True):
     count: int
 
 
+class TraceReply(msgspec.Struct, tag="trace", array_like=True):
+    """Answer to Call("trace"): None where nothing is kept of the request."""
+
+    call_id: int
+    events: list[TraceEvent] | None
+
+
+class StepsReply(msgspec.Struct, tag="steps", array_like=True):
+    """Answer to Call("steps"): the latest, oldest first."""
+
+    call_id: int
+    steps: list[StepTrace]
+
+
 class AbortReply(msgspec.Struct, tag="aborted", array_like=True):
     """Answer to Abort: the ids that were live."""
 
@@ -182,5 +206,6 @@ class CoreState(msgspec.Struct, tag="state", array_like=True):
     draining: bool
 
 
-ToCore = Submit | EndSequences | Abort | Call | LoadGrammar
-FromCore = CoreInfo | CoreState | Outputs | StatsReply | CountReply | AbortReply | GrammarReply
+ToCore = Submit | EndSequences | Abort | Call | LoadGrammar | Note
+Reply = StatsReply | CountReply | AbortReply | GrammarReply | TraceReply | StepsReply
+FromCore = CoreInfo | CoreState | Outputs | Reply

@@ -68,6 +68,7 @@ class Request:
         bypass_cache: neither reads nor fills the prefix cache.
         tenant: whose request it is; tenants are served fairly beside each other (`engine.waiting`).
         arrival: time.monotonic() at the service, seconds.
+        marks: what else happened to it there, and when, for its trace: ("tokenized", seconds).
         grammar: key of the grammar that the text must follow (`engine.grammar`), "" for none. It decides alone when the
             text may end: ignore_eos is without effect, and min_tokens bars stop tokens only while others may come.
     """
@@ -80,6 +81,7 @@ class Request:
     bypass_cache: bool = False
     tenant: str = ""
     arrival: float = 0.0
+    marks: tuple[tuple[str, float], ...] = ()
     grammar: str = ""
 
 

@@ -37,6 +37,7 @@ from engine.plan import Plan
 from engine.request import FinishReason, RejectReason, Request, RequestRejected
 from engine.sequence import Sequence, SequenceUpdate, State
 from engine.step import PageUpdate, RowInit, RowWork, Sample, Step, StepResult
+from engine.trace import TraceEvent, Tracer
 from engine.waiting import DECODE_WORK, PREFILL_WORK, WaitingQueue
 
 __all__ = ["IntegrityError", "Scheduler", "SequenceUpdate"]
@@ -66,6 +67,7 @@ class Scheduler:
         watermark: share of the pool to spare when one is admitted beside others (0: none).
         seed: of the seeds minted for requests without one (None: new at every start).
         grammars: makes the matchers of requests that have a grammar.
+        tracer: is told what happens to each request.
     """
 
     def __init__(
@@ -88,9 +90,11 @@ class Scheduler:
         watermark: float = WATERMARK,
         seed: int | None = None,
         grammars: Matchers | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.draining = False
         self._grammars = grammars
+        self._tracer = tracer
         self._limits = Limits(max_model_len, vocab_size, num_pages * page_size)
         self._cache = KVCache(num_pages, page_size, prefix_cache=prefix_cache)
         self._budget = max_num_batched_tokens
@@ -163,6 +167,11 @@ class Scheduler:
         self._new_tokens += len(request.prompt)
         self._waiting.join(request.tenant)
         self._num_sequences += params.n
+        if self._tracer:
+            before = [("arrived", request.arrival), *request.marks]
+            self._tracer.begin(request.request_id, [TraceEvent(at, kind, {}) for kind, at in before])
+            ahead = len(self._waiting)
+            self._tracer.add(request.request_id, "queued", prompt_tokens=len(request.prompt), n=params.n, ahead=ahead)
         self._enqueue(sequences)
 
     def _check_room(self, tokens: int) -> None:
@@ -201,14 +210,14 @@ class Scheduler:
         """
         sequences = list(self._live.get(request_id, {}).values())
         for sequence in reversed(sequences):  # followers before their leader: none is to take its place
-            self._end(sequence, aborted=True)
+            self._end(sequence, FinishReason.ABORT)
         return bool(sequences)
 
     def end_sequence(self, request_id: str, index: int) -> None:
         """Ends one sequence (its stop string was found). Nothing more is reported of it; an unknown one is ignored."""
         sequence = self._live.get(request_id, {}).get(index)
         if sequence is not None:
-            self._end(sequence)
+            self._end(sequence, FinishReason.STOP_STRING)
 
     def is_live(self, request_id: str) -> bool:
         """Whether a sequence of the request is unfinished."""
@@ -328,6 +337,9 @@ class Scheduler:
         self._occupy(plan, sequence)
         self._prefilling[sequence] = None
         sequence.overtaken = 0
+        if self._tracer:
+            pages, cached = len(sequence.pages), sequence.num_computed
+            self._trace(sequence, "admitted", row=sequence.row, cached_tokens=cached, cached_pages=pages)
         request_id, hit = sequence.request.request_id, sequence.num_computed
         if request_id in self._new:
             self._new_tokens -= self._new.pop(request_id)
@@ -362,6 +374,9 @@ class Scheduler:
         plan.works.append(RowWork(sequence.row, position, chunk))
         plan.budget -= chunk
         self._stats.prefill_tokens += chunk
+        if self._tracer:
+            pages = len(sequence.pages)
+            self._trace(sequence, "prefill", step=plan.step_id, start=position, tokens=chunk, pages_held=pages)
         if self._waiting.contended:
             self._waiting.charge(sequence.request.tenant, PREFILL_WORK * chunk)
         sequence.num_computed += chunk
@@ -429,12 +444,17 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._stats.preemptions += 1
+        if self._tracer:
+            self._trace(sequence, "preempted", pages=len(sequence.pages), tokens=len(sequence.tokens))
         self._stop(sequence)
         sequence.state = State.WAITING
         self._waiting.add(sequence)
 
-    def _end(self, sequence: Sequence, *, aborted: bool = False) -> None:
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         """The sequence is over, in whatever state it was."""
+        if self._tracer:
+            generated = len(sequence.tokens) - len(sequence.request.prompt)
+            self._trace(sequence, "finished", reason=reason.name, tokens=generated)
         if sequence.state is State.RUNNING:
             self._stop(sequence)
         elif sequence.leader is not None:
@@ -453,7 +473,7 @@ class Scheduler:
             del self._live[request_id]
             self._new_tokens -= self._new.pop(request_id, 0)
             self._waiting.leave(sequence.request.tenant)
-            if aborted:
+            if reason is FinishReason.ABORT:
                 self._stats.requests_aborted += 1
             else:
                 self._stats.requests_finished += 1
@@ -472,6 +492,8 @@ class Scheduler:
         return sequence.last_step >= next(iter(self._in_flight), self._next_id)
 
     def _release(self, sequence: Sequence) -> None:
+        if self._tracer:
+            self._trace(sequence, "released", pages=len(sequence.pages), cached_tokens=sequence.num_cached)
         self._rows[sequence.row] = None
         self._free_rows.append(sequence.row)
         sequence.row = -1
@@ -480,10 +502,10 @@ class Scheduler:
 
     # A step is collected.
 
-    def update(self, step: Step, result: StepResult) -> list[SequenceUpdate]:
+    def update(self, step: Step, result: StepResult) -> list[SequenceUpdate]:  # noqa: PLR0912
         """Takes in what a step brought: tokens are appended, ends are judged, rows and pages go back."""
         updates: list[SequenceUpdate] = []
-        ended: list[Sequence] = []
+        ended: list[tuple[Sequence, FinishReason]] = []
         rows, page_size = self._rows, self._cache.page_size
         for index in result.failed:
             self._spoilt(step, index, updates)
@@ -496,6 +518,8 @@ class Scheduler:
                 continue
             tokens, request = sequence.tokens, sequence.request
             tokens.append(token)
+            if self._tracer and len(tokens) == len(request.prompt) + 1:
+                self._trace(sequence, "first_token", step=step.step_id)
             finish = sequence.stops.get(token)
             if finish is not None and len(tokens) - len(request.prompt) <= request.params.min_tokens:
                 finish = None
@@ -512,12 +536,16 @@ class Scheduler:
                 self._cache.publish(sequence)
             updates.append(SequenceUpdate(request.request_id, sequence.index, (token,), finish))
             if finish is not None:
-                ended.append(sequence)
+                ended.append((sequence, finish))
         self._stats.generated_tokens += len(updates) - failures
-        for sequence in ended:
-            self._end(sequence)
+        for sequence, finish in ended:
+            self._end(sequence, finish)
         self._collected(step)
         return updates
+
+    def _trace(self, sequence: Sequence, kind: str, **attributes: int | float | str) -> None:
+        assert self._tracer is not None
+        self._tracer.add(sequence.request.request_id, kind, index=sequence.index, **attributes)
 
     def _row(self, row: int) -> Sequence:
         """The sequence in a row of a step in flight (rows go back after their last step)."""
@@ -541,7 +569,7 @@ class Scheduler:
             updates.append(self._fail(sequence, message))
 
     def _fail(self, sequence: Sequence, message: str) -> SequenceUpdate:
-        self._end(sequence)
+        self._end(sequence, FinishReason.ERROR)
         return SequenceUpdate(sequence.request.request_id, sequence.index, (), FinishReason.ERROR, message)
 
     def fail(self, step: Step, message: str) -> list[SequenceUpdate]:

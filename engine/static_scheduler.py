@@ -11,6 +11,7 @@ No pages are shared, and siblings compute their prompt each for itself.
 from typing import Any
 
 from engine.plan import Plan
+from engine.request import FinishReason
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.step import RowWork, Step
@@ -78,8 +79,8 @@ class StaticScheduler(Scheduler):
         for sibling in siblings:
             super()._enqueue([sibling])
 
-    def _end(self, sequence: Sequence, *, aborted: bool = False) -> None:
-        super()._end(sequence, aborted=aborted)
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        super()._end(sequence, reason)
         self._sweep()
 
     def _in_use(self, sequence: Sequence) -> bool:

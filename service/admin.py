@@ -9,13 +9,14 @@ from engine.client import CoreClient, CoreDied
 from engine.messages import CoreStats
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc
-from service.errors import Violation, draining, engine_dead, invalid, not_served
+from service.errors import ApiError, Violation, draining, engine_dead, invalid
 from service.live import LiveCalls
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _MIN_INTERVAL, _MAX_INTERVAL = 0.1, 3600.0
 _MAX_GRACE = 86400.0
+_ALL_STEPS = 2**31
 # How often Drain asks the core who is left: other service processes have requests too.
 _DRAIN_POLL_SECONDS = 0.05
 
@@ -62,8 +63,42 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
             await asyncio.sleep(interval)
 
     async def GetTrace(self, request: pb.GetTraceRequest, context: Context) -> pb.GetTraceResponse:
-        """Not served yet."""
-        raise not_served("request_id", "traces are")
+        """What happened to a request that is running or was one of the latest."""
+        self._check_traces()
+        try:
+            events = await self._core.trace(request.request_id)
+        except CoreDied as error:
+            raise engine_dead() from error
+        if not events:
+            text = f"nothing is kept of a request {request.request_id!r:.200}"
+            raise ApiError(grpc.StatusCode.NOT_FOUND, "TRACE_NOT_FOUND", text, field="request_id")
+        return pb.GetTraceResponse(
+            request_id=request.request_id,
+            events=[
+                pb.TraceEvent(
+                    at_seconds=event.at - events[0].at,
+                    kind=event.kind,
+                    attributes={name: str(value) for name, value in event.attributes.items()},
+                )
+                for event in events
+            ],
+        )
+
+    async def GetSteps(self, request: pb.GetStepsRequest, context: Context) -> pb.GetStepsResponse:
+        """The latest steps that are kept."""
+        self._check_traces()
+        try:
+            steps = await self._core.steps(request.last if request.HasField("last") else _ALL_STEPS)
+        except CoreDied as error:
+            raise engine_dead() from error
+        return pb.GetStepsResponse(
+            steps=[pb.StepTrace(**{name: getattr(step, name) for name in step.__struct_fields__}) for step in steps]
+        )
+
+    def _check_traces(self) -> None:
+        if not self._core.info.traces:
+            text = "the engine keeps no traces: start it with --trace-requests"
+            raise ApiError(grpc.StatusCode.FAILED_PRECONDITION, "TRACES_OFF", text)
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
         """Drops every cached page that no running sequence uses."""

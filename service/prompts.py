@@ -1,6 +1,7 @@
 """Prompts to token ids: a chat is checked, rendered and tokenized; all in threads, never on the event loop."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
@@ -23,10 +24,11 @@ _T = TypeVar("_T")
 
 
 class ChatPrompt(NamedTuple):
-    """A rendered chat: its token ids, and how to read the answers (None: all of them is content)."""
+    """A rendered chat: its token ids, how to read the answers (None: all of them is content), when it was rendered."""
 
     ids: list[int]
     reading: Reading | None
+    rendered: float  # time.monotonic()
 
 
 class Prompts:
@@ -86,11 +88,12 @@ class Prompts:
             )
         except TemplateError as error:
             raise _template_error(str(error)) from error
+        rendered = time.monotonic()
         reading = self._reading(chat, text, tools)
         if reading is not None and reading.tools is not None and reading.forced is not None:
             text += reading.tools.prefill
         ids = self._encode(text, "chat", window, add_special_tokens=False)
-        return ChatPrompt(ids, reading)
+        return ChatPrompt(ids, reading, rendered)
 
     def _refuse_tools(self, choice: pb.ToolChoice) -> None:
         """Raises ApiError where this model, as it is served, has no use for tools or for such a choice."""

@@ -1,6 +1,7 @@
 """InferenceService: the life of one call. Knows the engine only through CoreClient; nothing of sockets and health."""
 
 import logging
+import time
 from typing import Any
 
 import grpc
@@ -94,7 +95,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if asked.constraint is not None and must_call(request.chat.tool_choice):
             text = f"{asked.constraint.kind} and a call that must come exclude each other"
             raise invalid([Violation("chat.tool_choice", text)])
-        field, prompt, reading = await self._prompt(request)
+        field, prompt, reading, rendered = await self._prompt(request)
+        marks = [("rendered", rendered)] if rendered else []
+        marks.append(("tokenized", time.monotonic()))
         params = fit(asked, prompt, field, core.info)
         constraint = output_grammar(asked.constraint, reading)
         grammar = None
@@ -102,6 +105,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             grammar = await self._grammars.compile(
                 constraint, asked.constraint.kind if asked.constraint else "chat.tools"
             )
+            marks.append(("compiled", time.monotonic()))
         job = Request(
             request_id=asked.request_id,
             prompt=tuple(prompt),
@@ -111,6 +115,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             salt=self._salt(caller.tenant, asked.salt),
             bypass_cache=asked.bypass_cache,
             arrival=record.arrival,
+            marks=tuple(marks) if core.info.traces else (),
             grammar="" if grammar is None else grammar.key,
         )
         stream = await self._submit(job, grammar, field)
@@ -123,6 +128,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             usage = await self._stream(stream, choices, record, context)
             await context.write(pb.GenerateResponse(usage=usage))
             logger.debug("request %s (%s) is answered: %d tokens", *about, record.tokens, extra=what)
+            core.note(asked.request_id, "sent")
         finally:
             # Before anything is forgotten. Once the core has ended the request, its id may be another's.
             if not stream.ended:
@@ -133,16 +139,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """A salt that no other tenant has, whatever he asks for: names of tenants hold no NUL."""
         return f"{tenant}\0{salt}" if tenant and (salt or not self._share_prefixes) else salt
 
-    async def _prompt(self, request: pb.GenerateRequest) -> tuple[str, list[int], Reading | None]:
-        """The field that the prompt came from, its token ids, and how to read what follows it."""
+    async def _prompt(self, request: pb.GenerateRequest) -> tuple[str, list[int], Reading | None, float]:
+        """The field that the prompt came from, its token ids, how to read what follows it, and when it was rendered."""
         field, window = request.WhichOneof("prompt"), self._core.info.max_model_len
         if field == "token_ids":
-            ids = request.token_ids.ids
-            if len(ids) > window:  # before millions of them are copied
-                raise window_exceeded(field, window, f"the prompt has {len(ids)}", prompt_tokens=len(ids))
-            return field, list(ids), None
+            count = len(request.token_ids.ids)
+            if count > window:  # before millions of them are copied
+                raise window_exceeded(field, window, f"the prompt has {count}", prompt_tokens=count)
+            return field, list(request.token_ids.ids), None, 0.0
         if field == "text":
-            return field, await self._model.prompts.text(request.text, add_special_tokens=True, window=window), None
+            ids = await self._model.prompts.text(request.text, add_special_tokens=True, window=window)
+            return field, ids, None, 0.0
         if field == "chat":
             return field, *await self._model.prompts.chat(request.chat, window=window)
         raise invalid([Violation("prompt", "one of text, token_ids and chat is needed")])

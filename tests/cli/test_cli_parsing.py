@@ -37,7 +37,7 @@ def refusal(*arguments: str) -> tuple[int, str]:
 
 
 def test_commands_are_those_of_the_design() -> None:
-    assert COMMANDS == ["batch", "bench", "chat", "engine", "gateway", "generate", "key", "serve", "version"]
+    assert COMMANDS == ["batch", "bench", "chat", "engine", "gateway", "generate", "key", "serve", "trace", "version"]
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])

@@ -39,6 +39,7 @@ def serving(model: Path, log: Path, *flags: str) -> Iterator[Addresses]:
         sys.executable, "-m", "cli", "serve", str(model), "--port", "0", "--grpc-port", "0", "--grace", "2",
         "--dtype", "float32", "--served-model-name", "smollm2",
         "--threads", "1",  # more would wait for one another whenever something else needs a core
+        "--trace-requests", "64",
         *flags,
     ]
     # fmt: on

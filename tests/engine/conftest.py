@@ -188,7 +188,7 @@ class Harness:
     def add(self, request_id: str, prompt: Iterable[int], **settings: object) -> Request:
         own = {
             name: settings.pop(name)
-            for name in ("priority", "salt", "bypass_cache", "tenant", "grammar")
+            for name in ("priority", "salt", "bypass_cache", "tenant", "marks", "grammar")
             if name in settings
         }
         params = SamplingParams(**{"temperature": 0.0, **settings})

@@ -128,6 +128,9 @@ class FakeCore:
             live_requests=len(self.streams), requests_accepted=len(self.requests), steps=41, total_pages=512
         )
 
+    def note(self, request_id: str, kind: str) -> None:
+        pass
+
     async def flush_cache(self) -> int:
         self._check()
         return 12

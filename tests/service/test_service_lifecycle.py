@@ -266,9 +266,13 @@ async def test_admin_stats_and_flush(make_core, serving, details):
         for interval in (0.0, float("nan"), float("inf"), -1.0):
             bad = server.admin.WatchStats(pb.WatchStatsRequest(interval_seconds=interval))
             assert details(await end_of(bad)).fields == ["interval_seconds"]
-        assert await code_of(server.admin.GetTrace(pb.GetTraceRequest(request_id="r"))) is (
-            grpc.StatusCode.UNIMPLEMENTED
-        )
+        for off in (
+            server.admin.GetTrace(pb.GetTraceRequest(request_id="r")),
+            server.admin.GetSteps(pb.GetStepsRequest()),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await off
+            assert details(refused.value).reason == "TRACES_OFF"
 
 
 async def test_admin_drain_waits_for_the_running_requests(make_core, serving, details):

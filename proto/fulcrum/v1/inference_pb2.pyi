@@ -557,6 +557,48 @@ class TraceEvent(_message.Message):
     attributes: _containers.ScalarMap[str, str]
     def __init__(self, at_seconds: _Optional[float] = ..., kind: _Optional[str] = ..., attributes: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
+class GetStepsRequest(_message.Message):
+    __slots__ = ("last",)
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    last: int
+    def __init__(self, last: _Optional[int] = ...) -> None: ...
+
+class GetStepsResponse(_message.Message):
+    __slots__ = ("steps",)
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    steps: _containers.RepeatedCompositeFieldContainer[StepTrace]
+    def __init__(self, steps: _Optional[_Iterable[_Union[StepTrace, _Mapping]]] = ...) -> None: ...
+
+class StepTrace(_message.Message):
+    __slots__ = ("step_id", "scheduling", "scheduled", "launched", "collecting", "collected", "processed", "busy_seconds", "rows", "tokens", "samples", "admitted", "error")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULING_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULED_FIELD_NUMBER: _ClassVar[int]
+    LAUNCHED_FIELD_NUMBER: _ClassVar[int]
+    COLLECTING_FIELD_NUMBER: _ClassVar[int]
+    COLLECTED_FIELD_NUMBER: _ClassVar[int]
+    PROCESSED_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    scheduling: float
+    scheduled: float
+    launched: float
+    collecting: float
+    collected: float
+    processed: float
+    busy_seconds: float
+    rows: int
+    tokens: int
+    samples: int
+    admitted: int
+    error: str
+    def __init__(self, step_id: _Optional[int] = ..., scheduling: _Optional[float] = ..., scheduled: _Optional[float] = ..., launched: _Optional[float] = ..., collecting: _Optional[float] = ..., collected: _Optional[float] = ..., processed: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., rows: _Optional[int] = ..., tokens: _Optional[int] = ..., samples: _Optional[int] = ..., admitted: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
 class FlushCacheRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -263,6 +263,11 @@ class AdminServiceStub:
                 request_serializer=fulcrum_dot_v1_dot_inference__pb2.GetTraceRequest.SerializeToString,
                 response_deserializer=fulcrum_dot_v1_dot_inference__pb2.GetTraceResponse.FromString,
                 _registered_method=True)
+        self.GetSteps = channel.unary_unary(
+                '/fulcrum.v1.AdminService/GetSteps',
+                request_serializer=fulcrum_dot_v1_dot_inference__pb2.GetStepsRequest.SerializeToString,
+                response_deserializer=fulcrum_dot_v1_dot_inference__pb2.GetStepsResponse.FromString,
+                _registered_method=True)
         self.FlushCache = channel.unary_unary(
                 '/fulcrum.v1.AdminService/FlushCache',
                 request_serializer=fulcrum_dot_v1_dot_inference__pb2.FlushCacheRequest.SerializeToString,
@@ -307,6 +312,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSteps(self, request, context):
+        """The latest steps of the engine, oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FlushCache(self, request, context):
         """Drops every cached page that no running sequence uses.
         """
@@ -343,6 +355,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetTrace,
                     request_deserializer=fulcrum_dot_v1_dot_inference__pb2.GetTraceRequest.FromString,
                     response_serializer=fulcrum_dot_v1_dot_inference__pb2.GetTraceResponse.SerializeToString,
+            ),
+            'GetSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSteps,
+                    request_deserializer=fulcrum_dot_v1_dot_inference__pb2.GetStepsRequest.FromString,
+                    response_serializer=fulcrum_dot_v1_dot_inference__pb2.GetStepsResponse.SerializeToString,
             ),
             'FlushCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushCache,
@@ -464,6 +481,33 @@ class AdminService:
             '/fulcrum.v1.AdminService/GetTrace',
             fulcrum_dot_v1_dot_inference__pb2.GetTraceRequest.SerializeToString,
             fulcrum_dot_v1_dot_inference__pb2.GetTraceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fulcrum.v1.AdminService/GetSteps',
+            fulcrum_dot_v1_dot_inference__pb2.GetStepsRequest.SerializeToString,
+            fulcrum_dot_v1_dot_inference__pb2.GetStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,76 @@
+"""`fulcrum trace`: a request's timeline as a table, and the engine's latest steps as a Chrome trace file."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import grpc
+
+from fulcrum.v1 import inference_pb2 as pb
+from fulcrum.v1.inference_pb2_grpc import AdminServiceStub
+
+_SECONDS = 30.0
+
+
+@contextmanager
+def admin(address: str, api_key: str | None) -> Iterator[tuple[AdminServiceStub, dict[str, Any]]]:
+    """AdminService at HOST:PORT or unix:/PATH, and what each call takes. Raises click.ClickException."""
+    metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+    try:
+        with grpc.insecure_channel(address) as channel:
+            yield AdminServiceStub(channel), {"metadata": metadata, "timeout": _SECONDS}
+    except grpc.RpcError as error:
+        raise click.ClickException(f"{address}: {error.code().name}: {error.details()}") from error
+
+
+def timeline(trace: pb.GetTraceResponse) -> str:
+    """A line for each event: milliseconds since arrival, milliseconds since the line before, what happened."""
+    lines, before = [f"{'ms':>12} {'+ms':>10}  event"], 0.0
+    for event in trace.events:
+        at = event.at_seconds * 1e3
+        about = " ".join(f"{name}={value}" for name, value in sorted(event.attributes.items()))
+        lines.append(f"{at:12.3f} {at - before:10.3f}  {event.kind:<12} {about}".rstrip())
+        before = at
+    return "\n".join(lines)
+
+
+def chrome_trace(steps: list[pb.StepTrace]) -> dict[str, Any]:
+    """Steps in the Trace Event Format, which Perfetto and chrome://tracing read.
+
+    One track for what the engine's thread does (schedule, launch, wait, process), one for the device.
+    """
+    origin = steps[0].scheduling if steps else 0.0
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": name}}
+        for tid, name in enumerate(("engine", "device"))
+    ]
+
+    def add(tid: int, name: str, start: float, end: float, step: pb.StepTrace) -> None:
+        about = {name: getattr(step, name) for name in ("step_id", "rows", "tokens", "samples", "admitted", "error")}
+        times = {"ts": (start - origin) * 1e6, "dur": (end - start) * 1e6}  # microseconds
+        events.append({"ph": "X", "cat": "step", "name": name, "pid": 1, "tid": tid, **times, "args": about})
+
+    for step in steps:
+        add(0, "schedule", step.scheduling, step.scheduled, step)
+        add(0, "launch", step.scheduled, step.launched, step)
+        add(0, "wait", step.collecting, step.collected, step)
+        add(0, "process", step.collected, step.processed, step)
+        if step.busy_seconds:
+            add(1, f"step {step.step_id}", step.collected - step.busy_seconds, step.collected, step)
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def run_trace(request_id: str | None, address: str, api_key: str | None, steps: Path | None, last: int | None) -> None:
+    """Prints the request's timeline, writes the steps' file, or both. Raises click.ClickException."""
+    with admin(address, api_key) as (stub, given):
+        if request_id is not None:
+            click.echo(timeline(stub.GetTrace(pb.GetTraceRequest(request_id=request_id), **given)))
+        if steps is not None:
+            answer = stub.GetSteps(pb.GetStepsRequest(last=last), **given)
+            steps.write_text(json.dumps(chrome_trace(list(answer.steps))), encoding="utf-8")
+            click.echo(
+                f"{len(answer.steps)} steps are in {steps}: open it in ui.perfetto.dev or chrome://tracing", err=True
+            )

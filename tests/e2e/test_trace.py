@@ -1,0 +1,72 @@
+"""`fulcrum trace` against a running server."""
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+
+import grpc
+
+from fulcrum.v1 import inference_pb2 as pb
+from fulcrum.v1 import inference_pb2_grpc as rpc
+
+
+def fulcrum(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cli", "trace", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_request_and_the_steps(served, tmp_path):
+    messages = [pb.ChatMessage(role="user", content=[pb.ContentPart(text="Say something about traces.")])]
+    request = pb.GenerateRequest(
+        request_id="traced",
+        chat=pb.Chat(messages=messages),
+        stopping=pb.StoppingCriteria(max_tokens=4, ignore_eos=True),
+    )
+    with grpc.insecure_channel(served.grpc) as channel:
+        events = list(rpc.InferenceServiceStub(channel).Generate(request))
+    usage = events[-1].usage
+    file = tmp_path / "steps.json"
+    done = fulcrum("traced", "--admin-address", served.admin, "--steps", str(file), "--last", "20")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()[1:]]
+    kinds = [words[2] for words in lines]
+    expected = [
+        "arrived",
+        "rendered",
+        "tokenized",
+        "queued",
+        "admitted",
+        "prefill",
+        "first_token",
+        "finished",
+        "released",
+    ]
+    assert [kind for kind in kinds if kind != "sent"] == expected
+    assert kinds.count("sent") == 1
+    assert f"prompt_tokens={usage.prompt_tokens}" in lines[3]
+    at = dict(zip(kinds, (float(words[0]) / 1e3 for words in lines), strict=True))
+    assert abs(at["admitted"] - usage.queue_seconds) < 0.05, "the two clocks are one"
+    assert at["first_token"] <= usage.queue_seconds + usage.prefill_seconds + 0.001
+
+    written = json.loads(file.read_text())["traceEvents"]
+    spans = [event for event in written if event["ph"] == "X"]
+    assert {span["name"] for span in spans} == {"schedule", "launch", "wait", "process"}
+    assert len({span["args"]["step_id"] for span in spans}) <= 20
+    spans.sort(key=lambda span: span["ts"])
+    for before, after in pairwise(spans):
+        assert before["ts"] + before["dur"] <= after["ts"] + 1e-3, (
+            "on a CPU the engine's thread does one thing at a time"
+        )
+
+
+def test_what_cannot_be_told(served):
+    unknown = fulcrum("nobody", "--admin-address", served.admin)
+    assert unknown.returncode == 1
+    assert "NOT_FOUND: nothing is kept of a request 'nobody'" in unknown.stderr
+    nowhere = fulcrum("any", "--admin-address", "unix:/nonexistent/admin.sock")
+    assert nowhere.returncode == 1
+    assert "UNAVAILABLE" in nowhere.stderr
+    nothing = fulcrum("--admin-address", served.admin)
+    assert nothing.returncode == 2
