@@ -175,12 +175,17 @@ class Sampling(Body):
 
 
 class ContentPart(BaseModel):
-    """A part of a message. Kinds other than text keep whatever fields they have: the engine refuses them by name."""
+    """A part of a message. Kinds other than text keep whatever fields they have: the engine refuses them by name.
+
+    Ignored: `cache_control` (of messages and tools too), a hint to other servers' caches, and LangChain's `id`.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     type: str
     text: str | None = None
+    cache_control: Any = None
+    id: Any = None
 
     @model_validator(mode="after")
     def text_part_is_text(self) -> "ContentPart":
@@ -223,6 +228,7 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+    cache_control: Any = None
 
 
 class FunctionName(Body):
@@ -239,19 +245,21 @@ class NamedTool(Body):
 
 
 class Message(Body):
-    """One message of a chat. The last six fields come back when a client sends an earlier answer unchanged."""
+    """One message of a chat. The last seven fields come back when a client sends an earlier answer unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[ContentPart], Field(fail_fast=True), BeforeValidator(text_parts)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    cache_control: Any = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
+    provider_specific_fields: Any = None  # LiteLLM's copy of what it does not know
 
 
 class ChatPrompt(Body):

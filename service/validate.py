@@ -174,12 +174,12 @@ def fit(plan: Plan, prompt: Sequence[int], prompt_field: str, info: CoreInfo) ->
 
 
 def window_exceeded(field: str, window: int, but: str, **numbers: int | None) -> ApiError:
-    """CONTEXT_LENGTH_EXCEEDED, with the numbers for a program to read."""
+    """CONTEXT_LENGTH_EXCEEDED, with the numbers for a program to read. Clients know it by the beginning of its text."""
     given = {**numbers, "max_model_len": window}
     return ApiError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "CONTEXT_LENGTH_EXCEEDED",
-        f"the model's window is {window} tokens, but {but}",
+        f"This model's maximum context length is {window} tokens, but {but}",
         field=field,
         metadata={name: str(number) for name, number in given.items() if number is not None},
     )

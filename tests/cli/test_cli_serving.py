@@ -226,7 +226,7 @@ def test_generate(tiny_model: Path) -> None:
     assert run("Hello", f"--stop={stop}").stdout == by_hand.stdout[: by_hand.stdout.index(stop)] + "\n"
     long = run("--raw", "x" * 200)
     assert long.exit_code == 1
-    assert "window is 128 tokens" in long.stderr
+    assert "context length is 128 tokens" in long.stderr
 
 
 def test_a_model_that_is_none_is_one_line_and_status_1(tmp_path: Path) -> None:

@@ -113,12 +113,20 @@ def test_messages(http, gateway, engine, kit):
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "developer", "content": "be short", "name": "boss"},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "a"},
+                {"type": "text", "text": "b", "id": "lc_1", "cache_control": {"type": "ephemeral"}},
+            ],
+            "cache_control": {"type": "ephemeral"},
+        },
         {
             "role": "assistant",
             "content": None,
             "tool_calls": [call],
             "reasoning_content": "hm",
+            "provider_specific_fields": {"reasoning": "hm"},  # LiteLLM
             # what the OpenAI client sends when a program appends an earlier answer
             "refusal": None,
             "annotations": [],

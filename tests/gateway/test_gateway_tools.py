@@ -80,7 +80,15 @@ def test_tools_reach_the_engine(client, engine, kit):
         ({"parallel_tool_calls": True}, {"parallel_tool_calls": True}),
         ({"tools": [], "tool_choice": None, "parallel_tool_calls": None}, {}),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}, "strict": None}}]},
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {}, "strict": None},
+                        "cache_control": {},
+                    }
+                ]
+            },
             {"tools": [{"name": "f", "parameters_json": "{}"}]},
         ),
         ({"reasoning_effort": "low"}, {"template_kwargs_json": '{"reasoning_effort": "low"}'}),
