@@ -16,7 +16,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it fetches a list of prices when it is imported
 
+CLIENTS = Path(__file__).parent / "clients"
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -98,6 +100,42 @@ def registry_file(request: pytest.FixtureRequest) -> Callable[[str, str, str], P
         return path
 
     return find
+
+
+def _install(command: list[str], folder: Path) -> None:
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+    if run.returncode != 0:
+        _unreachable(f"{' '.join(command)}: {run.stderr[-500:]}")
+
+
+@pytest.fixture(scope="session")
+def npm_ci() -> Callable[[Path], None]:
+    """Installs what a folder's lock file names, into the folder."""
+
+    def install(folder: Path) -> None:
+        if shutil.which("node") is None or shutil.which("npm") is None:
+            pytest.skip("there is no Node here")
+        _install(["npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts"], folder)
+
+    return install
+
+
+@pytest.fixture(scope="session")
+def node_clients(npm_ci: Callable[[Path], None], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the programs of tests/clients and their packages."""
+    folder = tmp_path_factory.mktemp("node") / "clients"
+    shutil.copytree(CLIENTS, folder, ignore=shutil.ignore_patterns("node_modules"))
+    npm_ci(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def instructor_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with instructor and the versions that it needs, to stand before this environment's own."""
+    folder = tmp_path_factory.mktemp("instructor")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", "--target", str(folder)]
+    _install([*command, "-r", "instructor.txt"], CLIENTS)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -256,17 +256,11 @@ def test_example_abort(served: Any) -> None:
 
 
 @pytest.fixture
-def node_examples(tmp_path: Path) -> Path:
+def node_examples(npm_ci: Callable[[Path], None], tmp_path: Path) -> Path:
     """The checkout's folders that the example needs, with the packages of its lock file."""
-    if shutil.which("node") is None or shutil.which("npm") is None:
-        pytest.skip("there is no Node here")
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("node_modules"))
     shutil.copytree(ROOT / "proto", tmp_path / "proto")
-    command = ["npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", "examples/node"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
-    if done.returncode != 0:
-        reason = f"npm ci: {done.stderr[-500:]}"
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    npm_ci(tmp_path / "examples/node")
     return tmp_path
 
 
@@ -288,7 +282,7 @@ def test_example_node(served: Any, node_examples: Path) -> None:
 
 
 def test_curl_lines(run: Callable[[str], list[Ran]]) -> None:
-    (shell,) = [block.text for block in blocks("docs/clients.md") if block.language == "sh"]
+    (shell,) = [block.text for block in blocks("docs/clients.md") if block.heading == "curl"]
     models, chat, streamed, text = run(shell)
     assert models.messages[0]["data"][0]["id"] == "smollm2"
     assert chat.messages[0]["usage"]["completion_tokens"] == 16
@@ -299,7 +293,7 @@ def test_curl_lines(run: Callable[[str], list[Ran]]) -> None:
 
 
 def test_the_openai_client(here: Callable[[str], str]) -> None:
-    pieces = [block for block in blocks("docs/clients.md") if block.language == "python"]
+    pieces = [block for block in blocks("docs/clients.md") if block.heading == "Python: openai"]
     made, chat, streamed, responses, several, refused, together = execute(pieces, here)
     assert made == ""
     assert "ravity" in chat
@@ -309,6 +303,44 @@ def test_the_openai_client(here: Callable[[str], str]) -> None:
     assert len(ast.literal_eval(several)) == 3
     assert refused == "400 invalid_value temperature\nthe client has gone, and the engine stopped\n"
     assert len(ast.literal_eval(together)) == 2
+
+
+INSTRUCTOR = "Python: instructor"
+CLIENTS = [block.heading for block in blocks("docs/clients.md") if block.language in ("python", "yaml", "js")]
+
+
+@pytest.fixture(scope="module")
+def answer(here: Callable[[str], str]) -> str:
+    """What every client prints: the text of the openai client's chat."""
+    made, chat = [block for block in blocks("docs/clients.md") if block.heading == "Python: openai"][:2]
+    return execute([made, chat], here)[1].rpartition(" ")[0] + "\n"
+
+
+@pytest.mark.parametrize("heading", [each for each in dict.fromkeys(CLIENTS) if each != "Python: openai"])
+def test_clients(
+    heading: str, answer: str, here: Callable[[str], str], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    piece, *lines = [block for block in blocks("docs/clients.md") if block.heading == heading]
+    environment = os.environ | PATHS | {"LLM_USER_PATH": str(tmp_path)}
+    if piece.language == "js":
+        program = request.getfixturevalue("node_clients") / "snippet.mjs"
+        program.write_text(here(piece.text))
+        command = ["node", program]
+    elif piece.language == "yaml":
+        (tmp_path / "extra-openai-models.yaml").write_text(here(piece.text))
+        command = ["sh", "-c", lines[0].text]
+    elif heading == INSTRUCTOR:
+        environment |= {"PYTHONPATH": str(request.getfixturevalue("instructor_path"))}
+        command = [sys.executable, "-c", here(piece.text)]
+    else:
+        assert execute([piece], here) == [answer]
+        return
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    if heading == INSTRUCTOR:
+        assert re.fullmatch(r"kind='(force|field)' attracts=(True|False)\n", done.stdout)
+    else:
+        assert done.stdout == answer
 
 
 @pytest.mark.full
