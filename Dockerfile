@@ -15,7 +15,8 @@ WORKDIR /app
 # Dependencies first: they change less often than the code.
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-print('\n'.join(p['dependencies'] + p['optional-dependencies']['engine'] + p['optional-dependencies']['gateway']))" > deps.txt \
+extras = p['optional-dependencies']; \
+print('\n'.join(p['dependencies'] + extras['engine'] + extras['gateway'] + extras['otel']))" > deps.txt \
     && pip install -c constraints.txt -r deps.txt
 COPY proto proto
 COPY telemetry telemetry
@@ -24,7 +25,7 @@ COPY engine engine
 COPY service service
 COPY gateway gateway
 COPY cli cli
-RUN pip install -c constraints.txt '.[engine,gateway]'
+RUN pip install -c constraints.txt '.[engine,gateway,otel]'
 
 RUN useradd --create-home --uid 10001 fulcrum && install -d -o fulcrum -g fulcrum /models /cache
 USER 10001

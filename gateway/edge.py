@@ -92,7 +92,14 @@ class Edge:
             if self._access_log:
                 # The path is quoted as the wire had it, so that it cannot end the line.
                 wire = scope["raw_path"].decode("ascii", "backslashreplace")
-                fields = about(x_request_id=label, request_id=state.get("engine_id"), status=told, seconds=passed)
+                fields = about(
+                    x_request_id=label,
+                    request_id=state.get("engine_id"),
+                    method=scope["method"],
+                    path=wire,
+                    status=told,
+                    seconds=passed,
+                )
                 access.info("%s %s %d %.3fs %s", scope["method"], wire, told, passed, label, extra=fields)
 
 

@@ -79,7 +79,7 @@ class Record:
 
     def take(self, index: int, tokens: int) -> None:
         """So many tokens of one sequence have come together; each of them took its share of the time since the last."""
-        if self.first and not tokens:
+        if not tokens:
             return
         now = time.monotonic()
         last, self._lasts[index] = self._lasts[index], now
@@ -103,7 +103,8 @@ class Record:
 
     def usage(self) -> pb.Usage:
         """What the caller is told, once all sequences are complete."""
-        self.last = max(self._lasts)
+        self.last = max(self._lasts) or time.monotonic()
+        self.first = self.first or self.last  # it may have ended without a token
         return pb.Usage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.tokens,

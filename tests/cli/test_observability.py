@@ -196,7 +196,7 @@ def test_every_line_of_the_log_is_an_object_and_those_of_a_request_name_it(told:
     assert {each["request_id"] for each in ours} == {told.answers[0]["id"].removeprefix("cmpl-")}
     assert [each["logger"] for each in ours] == ["service.servicer", "service.servicer", "gateway.access"]
     access = ours[-1]
-    assert (access["status"], access["level"]) == (200, "info")
+    assert (access["method"], access["path"], access["status"]) == ("POST", "/v1/completions", 200)
     assert 0 < access["seconds"] < 60
 
 

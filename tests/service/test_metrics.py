@@ -111,6 +111,7 @@ async def test_every_end_is_counted_once(make_core, serving, act, reason, vllm_r
     well = reason in ("stop", "length")
     for name in ("request_seconds", "prefill_seconds", "decode_seconds", "request_generated_tokens"):
         assert value(samples, f"fulcrum_service_{name}_count") == well, name
+    assert value(samples, "fulcrum_service_time_to_first_token_seconds_count") == well  # the others had no token
     alive = reason != "unavailable"
     assert value(samples, "fulcrum_engine_up") == alive
     assert (("fulcrum_engine_live_requests", frozenset()) in samples) == alive
