@@ -221,7 +221,9 @@ def wide(model_of: Callable[..., Any]) -> Any:
 @pytest.fixture(scope="module")
 def llm(wide: Any, tools: SimpleNamespace) -> LLM:
     """An engine of 72 rows: more than are adjusted at once, and than one way of splitting the vocabulary serves."""
-    return tools.engine(wide.folder, max_num_seqs=72, max_num_batched_tokens=512)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.gpu.runner._ADJUSTED", 40)
+        return tools.engine(wide.folder, max_num_seqs=72, max_num_batched_tokens=512)
 
 
 @pytest.fixture(scope="module")

@@ -126,6 +126,8 @@ def test_sampling_equals_the_reference_and_failures_stay_alone(processors, model
         return [runner.collect(runner.launch(step)).tokens for step in steps]
 
     runner = gpu_runner(folder, logits_processors=processors)
+    if DEVICE == "cuda":
+        runner.warm_up()  # records the graphs
     tokens = drawn(runner)
     assert tokens == drawn(tools.make_runner(folder, logits_processors=processors))
     assert [tokens[0][5] % 2, tokens[1][5] % 2, tokens[1][1] % 3] == [1, 1, 0]
