@@ -1,5 +1,6 @@
 """The files of a model: its configuration, and its tensors under their Hugging Face names. Knows no layers."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -12,6 +13,7 @@ from engine.model.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
 
 
 class Checkpoint(Protocol):
@@ -106,7 +108,9 @@ class FolderCheckpoint:
             raise ModelError(f"{index}: has no weight_map")
         files: dict[Path, set[str] | None] = {}
         for file in sorted(set(weight_map.values())):
-            if Path(file).name != file or not (self.path / file).exists():
+            if _SHARD.fullmatch(file) is None:
+                raise ModelError(f"{index}: {file!r:.200} is no name of a safetensors file")
+            if not (self.path / file).exists():
                 raise ModelError(f"{self.path / file}: missing, but named in {INDEX}")
             files[self.path / file] = {name for name, where in weight_map.items() if where == file}
         return files

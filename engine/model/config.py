@@ -5,11 +5,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from engine.model.errors import ModelError
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
+
+# Files that break these are broken, or made to do harm.
+MAX_JSON_BYTES = 64 << 20
+MAX_LAYERS = 10_000
+MAX_SIZE = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ class GenerationDefaults:
             if value is None:
                 continue
             if not _is_number(value) or not in_range(value):
-                raise ModelError(f"generation_config.json: {name} is {value!r}")
+                raise ModelError(f"generation_config.json: {name} is {value!r:.200}")
             values[name] = max(int(value), 0) if name == "top_k" else float(value)
         return cls(**values)
 
@@ -164,7 +169,7 @@ class ModelConfig:
         architecture = config["architectures"][0]
         _refuse_unsupported(config)
         hidden_size = _positive(config, "hidden_size")
-        num_layers = _positive(config, "num_hidden_layers")
+        num_layers = _positive(config, "num_hidden_layers", most=MAX_LAYERS)
         num_heads = _positive(config, "num_attention_heads")
         num_kv_heads = _positive(config, "num_key_value_heads", family.num_kv_heads or num_heads)
         if num_heads % num_kv_heads:
@@ -183,7 +188,7 @@ class ModelConfig:
         attention_bias = family.bias_keys and _flag(config, "attention_bias")
         eps = config.get("rms_norm_eps", 1e-6)
         if not _is_number(eps) or eps <= 0:
-            raise ModelError(f"config.json: rms_norm_eps is {eps!r}, not a positive number")
+            raise ModelError(f"config.json: rms_norm_eps is {eps!r:.200}, not a positive number")
         vocab_size = _positive(config, "vocab_size")
         return cls(
             architecture=architecture,
@@ -214,10 +219,12 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     if optional and not path.exists():
         return {}
     try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path}: larger than {MAX_JSON_BYTES} bytes")
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path}: not a JSON object")
@@ -226,9 +233,9 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 def _family(config: Mapping[str, Any]) -> _Family:
     names = config.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in FAMILIES:
+    if not isinstance(names, list) or len(names) != 1 or str(names[0]) not in FAMILIES:
         raise ModelError(
-            f"config.json: architectures is {names!r}, which is not supported; supported: {', '.join(FAMILIES)}"
+            f"config.json: architectures is {names!r:.200}, which is not supported; supported: {', '.join(FAMILIES)}"
         )
     return FAMILIES[names[0]]
 
@@ -240,7 +247,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         )
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
-        raise ModelError(f"config.json: hidden_act is {activation!r}; only 'silu' is supported")
+        raise ModelError(f"config.json: hidden_act is {activation!r:.200}; only 'silu' is supported")
 
 
 def _eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
@@ -249,7 +256,7 @@ def _eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
         ids = config.get("eos_token_id")
         for token in ids if isinstance(ids, list) else [ids] if ids is not None else []:
             if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-                raise ModelError(f"eos_token_id is {ids!r}, not a token id or a list of them")
+                raise ModelError(f"eos_token_id is {ids!r:.200}, not a token id or a list of them")
             found[token] = None
     return tuple(found)
 
@@ -261,16 +268,17 @@ def _layer_windows(config: Mapping[str, Any], family: _Family, num_layers: int) 
     window = config.get("sliding_window", 4096) if on else None
     if window is None:
         return (None,) * num_layers
-    if not isinstance(window, int) or window < 1:
-        raise ModelError(f"config.json: sliding_window is {window!r}, not a positive integer")
+    window = _positive({"sliding_window": window}, "sliding_window")
     kinds = config.get("layer_types")
     if family.sliding_window == "always":
         return (window,) * num_layers
     if kinds is None:
         full = config.get("max_window_layers", 28)
+        if not _is_number(full):
+            raise ModelError(f"config.json: max_window_layers is {full!r:.200}, not a number")
         return tuple(None if layer < full else window for layer in range(num_layers))
     known = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(str(kind) not in known for kind in kinds):
         raise ModelError(f"config.json: layer_types must name {num_layers} layers, each one of {', '.join(known)}")
     return tuple(known[kind] for kind in kinds)
 
@@ -280,13 +288,13 @@ def _rope(config: Mapping[str, Any], max_len: int) -> RopeConfig:
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     given = config.get(key) or {}
     if not isinstance(given, dict):
-        raise ModelError(f"config.json: {key} is {given!r}, not an object")
+        raise ModelError(f"config.json: {key} is {given!r:.200}, not an object")
     if given and all(isinstance(value, dict) for value in given.values()):
         raise ModelError(f"config.json: {key} differs between layers, which is not supported")
     theta = given.get("rope_theta", config.get("rope_theta"))
     theta = 10000.0 if theta is None else theta
     if not _is_number(theta) or theta <= 0:
-        raise ModelError(f"config.json: rope_theta is {theta!r}, not a positive number")
+        raise ModelError(f"config.json: rope_theta is {theta!r:.200}, not a positive number")
     if given.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
     kind = given.get("rope_type", given.get("type", "default"))
@@ -299,34 +307,41 @@ def _rope(config: Mapping[str, Any], max_len: int) -> RopeConfig:
         if value is None:
             raise ModelError(f"config.json: {key} of type {kind!r} lacks {name}")
         if not _is_number(value) or value <= 0:
-            raise ModelError(f"config.json: {name} of {key} is {value!r}, not a positive number")
+            raise ModelError(f"config.json: {name} of {key} is {value!r:.200}, not a positive number")
         return float(value)
+
+    def original_length() -> int:
+        beside = config.get("original_max_position_embeddings")
+        if beside:
+            return _positive(config, "original_max_position_embeddings")
+        length = number("original_max_position_embeddings", max_len)
+        return _positive({"original_max_position_embeddings": int(length)}, "original_max_position_embeddings")
 
     if kind == "linear":
         return RopeConfig(float(theta), "linear", factor=number("factor"))
-    original = config.get("original_max_position_embeddings") or number("original_max_position_embeddings", max_len)
     if kind == "llama3":
         return RopeConfig(
             float(theta),
             "llama3",
             factor=number("factor"),
-            original_max_len=int(original),
+            original_max_len=original_length(),
             low_freq_factor=number("low_freq_factor"),
             high_freq_factor=number("high_freq_factor"),
         )
     if kind == "yarn":
+        original = original_length()
         factor = number("factor", max_len / original)
         return RopeConfig(
             float(theta),
             "yarn",
             factor=factor,
-            original_max_len=int(original),
+            original_max_len=original,
             beta_fast=number("beta_fast", 32.0),
             beta_slow=number("beta_slow", 1.0),
             truncate=bool(given.get("truncate", True)),
             attention_factor=number("attention_factor", _yarn_attention_factor(given, factor)),
         )
-    raise ModelError(f"config.json: rope type {kind!r} is not supported; supported: default, linear, llama3, yarn")
+    raise ModelError(f"config.json: rope type {kind!r:.200} is not supported; supported: default, linear, llama3, yarn")
 
 
 def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
@@ -335,36 +350,47 @@ def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    if given.get("mscale") and given.get("mscale_all_dim"):
-        return mscale(given["mscale"]) / mscale(given["mscale_all_dim"])
+    own, of_all = given.get("mscale"), given.get("mscale_all_dim")
+    if own and of_all:
+        for name in ("mscale", "mscale_all_dim"):
+            if not _is_number(given[name]) or given[name] <= 0:
+                raise ModelError(f"config.json: {name} is {given[name]!r:.200}, not a positive number")
+        return mscale(own) / mscale(of_all)
     return mscale(1.0)
 
 
 def _window(rope: RopeConfig, max_len: int) -> int:
     """Linear scaling stretches max_position_embeddings; yarn the original length; llama3 has it counted in already."""
+    window = float(max_len)
     if rope.kind == "linear":
-        return int(max_len * rope.factor)
-    if rope.kind == "yarn":
-        return int(rope.original_max_len * rope.factor)
-    return max_len
+        window *= rope.factor
+    elif rope.kind == "yarn":
+        window = rope.original_max_len * rope.factor
+    if not 1 <= window <= MAX_SIZE:
+        raise ModelError(f"config.json: the window is stretched to {window:g} tokens")
+    return int(window)
 
 
-def _positive(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _positive(config: Mapping[str, Any], name: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
     value = config.get(name)
     value = default if value is None else value
     if value is None:
         raise ModelError(f"config.json: {name} is missing")
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"config.json: {name} is {value!r}, not a positive integer")
+        raise ModelError(f"config.json: {name} is {value!r:.200}, not a positive integer")
+    if value > most:
+        raise ModelError(f"config.json: {name} is above {most}")
     return value
 
 
 def _flag(config: Mapping[str, Any], name: str) -> bool:
     value = config.get(name)
     if value not in (None, True, False):
-        raise ModelError(f"config.json: {name} is {value!r}, not a boolean")
+        raise ModelError(f"config.json: {name} is {value!r:.200}, not a boolean")
     return bool(value)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(cast(float, value))
+    if isinstance(value, int):  # larger ones are no floats, which is what they all become
+        return not isinstance(value, bool) and abs(value) < 2**1000
+    return isinstance(value, float) and math.isfinite(value)

@@ -108,6 +108,8 @@ class GGUFCheckpoint:
         heads = self._dimensions["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
         if match[2] == "bias":
             rows = rows.reshape(info.shape[0], -1)
+        if rows.shape[0] % (2 * heads):
+            raise ModelError(f"{self.path}: tensor {info.name} has {rows.shape[0]} rows for {heads} heads")
         # (head, pair, half) -> (head, half, pair)
         return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
@@ -115,6 +117,6 @@ class GGUFCheckpoint:
 def _hf_name(name: str, path: Path) -> str:
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in TENSORS:
-        raise ModelError(f"{path}: unexpected tensor {name}")
+        raise ModelError(f"{path}: unexpected tensor {name:.200}")
     layer = f"model.layers.{match[1]}." if match[1] is not None else ""
     return f"{layer}{TENSORS[match[2]]}.{match[3]}"

@@ -29,9 +29,9 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], pa
         ModelError: an unsupported architecture, or a field that is missing or not uniform over the layers.
     """
     arch = metadata.get("general.architecture")
-    if arch not in ARCHITECTURES:
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise ModelError(
-            f"{path}: the GGUF architecture {arch!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"{path}: the GGUF architecture {arch!r:.200} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
 
     def field(key: str, default: Any = None) -> Any:
@@ -39,36 +39,44 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], pa
         if value is None:
             raise ModelError(f"{path}: {arch}.{key} is missing from the GGUF metadata")
         if isinstance(value, list):
-            if len(set(value)) != 1:
+            if not value or any(other != value[0] for other in value):
                 raise ModelError(f"{path}: {arch}.{key} differs from layer to layer, which is not supported")
             return value[0]
+        return value
+
+    def size(key: str, default: int | None = None) -> int:
+        value = field(key, default)
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(f"{path}: {arch}.{key} is {value!r:.200}, not a positive integer")
         return value
 
     if field("expert_count", 0):
         raise ModelError(f"{path}: a mixture of experts ({arch}.expert_count) is not supported")
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{path}: tensor token_embd.weight is missing")
-    heads = field("attention.head_count")
-    hidden = field("embedding_length")
-    head_dim = field("attention.key_length", hidden // heads)
+    heads = size("attention.head_count")
+    hidden = size("embedding_length")
+    head_dim = size("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if field(key, head_dim) != head_dim:
-            raise ModelError(f"{path}: {arch}.{key} is {field(key)}, but only the head size {head_dim} is supported")
+            raise ModelError(
+                f"{path}: {arch}.{key} is {field(key)!r:.200}, but only the head size {head_dim} is supported"
+            )
     architecture, model_type = ARCHITECTURES[arch]
     config = {
         "architectures": [architecture],
         "model_type": model_type,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": field("feed_forward_length"),
-        "num_hidden_layers": field("block_count"),
+        "intermediate_size": size("feed_forward_length"),
+        "num_hidden_layers": size("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": field("attention.head_count_kv", heads),
+        "num_key_value_heads": size("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": field("context_length"),
-        "rms_norm_eps": _decimal(field("attention.layer_norm_rms_epsilon")),
-        "rope_theta": float(field("rope.freq_base", 10000.0)),
+        "max_position_embeddings": size("context_length"),
+        "rms_norm_eps": _decimal(_number(metadata, f"{arch}.attention.layer_norm_rms_epsilon", path)),
+        "rope_theta": _number(metadata, f"{arch}.rope.freq_base", path, 10000.0),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
@@ -86,8 +94,11 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], pa
 
 def generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Translates GGUF metadata into the fields of a Hugging Face generation_config.json: ends and sampling defaults."""
-    ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(end for end in ends if end is not None))}
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    # Unhashable ones too: config.py refuses what is no id.
+    config: dict[str, Any] = {
+        "eos_token_id": [end for n, end in enumerate(ends) if end is not None and end not in ends[:n]]
+    }
     sampling = {
         "temp": "temperature",
         "top_k": "top_k",
@@ -107,10 +118,23 @@ def _decimal(value: float, digits: int = 7) -> float:
     return float(f"{value:.{digits}g}")
 
 
+def _number(metadata: Mapping[str, Any], key: str, path: Path, default: float | None = None) -> float:
+    """A positive number. Raises: ModelError."""
+    value = metadata.get(key, default)
+    if value is None:
+        raise ModelError(f"{path}: {key} is missing from the GGUF metadata")
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"{path}: {key} is {value!r:.200}, not a positive number")
+    return float(value)
+
+
 def _rope_scaling(metadata: Mapping[str, Any], arch: str, path: Path) -> dict[str, Any] | None:
     kind = metadata.get(f"{arch}.rope.scaling.type", "none")
     # Before scaling types there was one factor, for linear.
-    factor = _decimal(metadata.get(f"{arch}.rope.scaling.factor", metadata.get(f"{arch}.rope.scale_linear", 1.0)))
+    key = f"{arch}.rope.scaling.factor"
+    key = key if key in metadata else f"{arch}.rope.scale_linear"
+    # Converters write 0 where there is none.
+    factor = 0.0 if metadata.get(key) == 0 else _decimal(_number(metadata, key, path, 1.0))
     if kind == "none" and factor != 1.0:
         kind = "linear"
     if kind == "none" or factor in (0.0, 1.0):
@@ -122,13 +146,13 @@ def _rope_scaling(metadata: Mapping[str, Any], arch: str, path: Path) -> dict[st
         if original := metadata.get(f"{arch}.rope.scaling.original_context_length"):
             scaling["original_max_position_embeddings"] = original
         # On top of the paper's 0.1 ln(factor) + 1 (arXiv:2309.00071, section 3.4).
-        if (extra := metadata.get(f"{arch}.rope.scaling.attn_factor", 1.0)) != 1.0:
+        if (extra := _number(metadata, f"{arch}.rope.scaling.attn_factor", path, 1.0)) != 1.0:
             scaling["attention_factor"] = extra * (0.1 * math.log(factor) + 1.0)
         for name in ("beta_fast", "beta_slow"):
             if value := metadata.get(f"{arch}.rope.scaling.yarn_{name}"):
                 scaling[name] = value
         return scaling
-    raise ModelError(f"{path}: the rope scaling {kind!r} is not supported; supported: linear, yarn, llama3")
+    raise ModelError(f"{path}: the rope scaling {kind!r:.200} is not supported; supported: linear, yarn, llama3")
 
 
 def llama3_scaling(factors: NDArray[np.float64], config: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -141,9 +165,12 @@ def llama3_scaling(factors: NDArray[np.float64], config: Mapping[str, Any], path
         factors: divisors, float64[head_dim / 2].
     """
     dim = config["head_dim"]
+    if factors.shape != (dim // 2,):
+        raise ModelError(f"{path}: tensor {ROPE_FACTORS} has the shape {factors.shape}, not {(dim // 2,)}")
+    # Positive, and no infinities or NaN.
+    if not ((factors > 1e-6) & (factors < 1e6)).all():
+        raise ModelError(f"{path}: tensor {ROPE_FACTORS} holds factors that make no sense")
     frequencies = config["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
-    if factors.shape != frequencies.shape:
-        raise ModelError(f"{path}: tensor {ROPE_FACTORS} has {factors.size} entries, not {frequencies.size}")
     factor, old = _decimal(factors.max(), 5), 8192
     low, high = 1.0, 4.0  # Llama 3.1 and 3.2
 

@@ -7,6 +7,7 @@ import math
 import mmap
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ VERSIONS = (2, 3)
 # What ggml allows; a larger count means that the header is broken.
 MAX_DIMENSIONS = 4
 MAX_ARRAY_DEPTH = 4
+# Ten times what the largest vocabularies take; a list may take 32 bytes for each of these.
+MAX_HEADER_BYTES = 128 << 20
 
 SCALARS = {
     GGUFValueType.UINT8: "<u1",
@@ -72,11 +75,14 @@ class _Cursor:
         self.path = path
         self.data = data
         self.at = 0
+        self.end = min(len(data), MAX_HEADER_BYTES)
 
     def take(self, size: int) -> int:
         """Advances by `size` bytes and returns where they begin."""
         start = self.at
-        if size > len(self.data) - start:
+        if size > self.end - start:
+            if self.end < len(self.data):
+                raise ModelError(f"{self.path}: broken GGUF file, its header is longer than {self.end} bytes")
             raise ModelError(f"{self.path}: truncated GGUF file, its header ends past byte {len(self.data)}")
         self.at += size
         return start
@@ -132,6 +138,8 @@ def _read_metadata(cursor: _Cursor) -> tuple[dict[str, Any], int]:
     metadata: dict[str, Any] = {}
     for _ in range(pair_count):
         key = cursor.text()
+        if key in metadata:
+            raise ModelError(f"{path}: broken GGUF header, {key:.200} is there twice")
         metadata[key] = cursor.value(cursor.number("<I"))
     return metadata, tensor_count
 
@@ -143,27 +151,33 @@ def _read_tensor_infos(cursor: _Cursor, count: int, alignment: int) -> dict[str,
         name = cursor.text()
         dimensions = cursor.number("<I")
         if dimensions > MAX_DIMENSIONS:
-            raise ModelError(f"{path}: broken GGUF header, tensor {name} has {dimensions} dimensions")
+            raise ModelError(f"{path}: broken GGUF header, tensor {name:.200} has {dimensions} dimensions")
         shape = tuple(cursor.number("<Q") for _ in range(dimensions))[::-1]
         infos.append((name, shape, cursor.number("<I"), cursor.number("<Q")))
     start = cursor.at + -cursor.at % alignment
-    tensors = {}
+    tensors: dict[str, TensorInfo] = {}
     for name, shape, number, offset in infos:
         try:
             kind = GGMLQuantizationType(number)
         except ValueError as error:
-            raise ModelError(f"{path}: tensor {name} has the unknown quantisation type {number}") from error
+            raise ModelError(f"{path}: tensor {name:.200} has the unknown quantisation type {number}") from error
+        if name in tensors:
+            raise ModelError(f"{path}: broken GGUF header, tensor {name:.200} is there twice")
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        if not shape or shape[-1] % block:
-            raise ModelError(f"{path}: tensor {name} of shape {shape} does not fit the blocks of {kind.name}")
+        if not shape or 0 in shape or shape[-1] % block:
+            raise ModelError(f"{path}: tensor {name:.200} of shape {shape} does not fit the blocks of {kind.name}")
         row_bytes = shape[-1] // block * block_bytes
         info = TensorInfo(name, kind, shape, start + offset, row_bytes, math.prod(shape[:-1]) * row_bytes)
         if info.start + info.nbytes > len(cursor.data):
             raise ModelError(
-                f"{path}: truncated GGUF file, tensor {name} ends at byte {info.start + info.nbytes}"
+                f"{path}: truncated GGUF file, tensor {name:.200} ends at byte {info.start + info.nbytes}"
                 f" of {len(cursor.data)}"
             )
         tensors[name] = info
+    in_order = sorted(tensors.values(), key=lambda info: info.start)
+    for one, other in pairwise(in_order):
+        if other.start < one.start + one.nbytes:
+            raise ModelError(f"{path}: broken GGUF file, tensors {one.name:.200} and {other.name:.200} overlap")
     return tensors
 
 
@@ -195,4 +209,7 @@ def read_gguf(path: Path) -> GGUFFile:
     data = _open(path)
     cursor = _Cursor(path, data)
     metadata, count = _read_metadata(cursor)
-    return GGUFFile(path, data, metadata, _read_tensor_infos(cursor, count, metadata.get("general.alignment", 32)))
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 1 <= alignment <= MAX_HEADER_BYTES:
+        raise ModelError(f"{path}: broken GGUF header, general.alignment is {alignment!r:.200}")
+    return GGUFFile(path, data, metadata, _read_tensor_infos(cursor, count, alignment))
