@@ -108,6 +108,8 @@ class RequestStream:
             self._pending[output.index] = output
         else:
             earlier.token_ids += output.token_ids
+            earlier.logprobs += output.logprobs
+            earlier.prompt_logprobs += output.prompt_logprobs
             earlier.finish = output.finish
         if output.finish is not None:
             self._open_indexes.discard(output.index)

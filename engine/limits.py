@@ -29,6 +29,10 @@ class Limits:
         for name, value in (("n", params.n), ("max_tokens", params.max_tokens)):
             if value < 1:
                 raise RequestRejected(RejectReason.INVALID, f"{name} must be at least 1, not {value}", name)
+        for name, top in (("top_logprobs", params.top_logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if top is not None and not 0 <= top <= self.vocab_size:
+                message = f"{name} must be in [0, {self.vocab_size}], not {top}"
+                raise RequestRejected(RejectReason.INVALID, message, name)
         self._check_ids("prompt", request.prompt)
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(params.logit_bias))):
             self._check_ids(name, ids)

@@ -11,25 +11,28 @@ from engine.build import build_core
 from engine.config import EngineConfig
 from engine.core import Turn
 from engine.hub import resolve_model
+from engine.logprobs import TokenLogprob, read_logprobs
 from engine.request import FinishReason, Request, SamplingParams
 
 
 @dataclass(slots=True)
 class Completion:
-    """One continuation of a prompt."""
+    """One continuation of a prompt; `logprobs` are one to one with its tokens, where they were asked for."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Generation:
-    """A prompt and its n continuations."""
+    """A prompt and its n continuations; `prompt_logprobs`, where asked for, begin with the prompt's second token."""
 
     prompt: tuple[int, ...]
     completions: list[Completion]
     cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 class LLM:
@@ -75,15 +78,19 @@ class LLM:
             request.request_id: Generation(request.prompt, [Completion(i) for i in range(request.params.n)])
             for request in requests
         }
+        params_of = {request.request_id: request.params for request in requests}
         tokens = 0
         with tqdm(total=sum(one.n for one in each), desc="generating", unit="seq", disable=not self._progress) as bar:
             for turn in self._turns(requests):
                 for request_id, cached_tokens in turn.started:
                     results[request_id].cached_tokens = cached_tokens
                 for update in turn.updates:
-                    completion = results[update.request_id].completions[update.index]
+                    result, own = results[update.request_id], params_of[update.request_id]
+                    completion = result.completions[update.index]
                     completion.token_ids += update.tokens
+                    completion.logprobs += read_logprobs(update.logprobs, own.top_logprobs or 0)
                     completion.finish = update.finish
+                    result.prompt_logprobs += read_logprobs(update.prompt_logprobs, own.prompt_logprobs or 0)
                     tokens += len(update.tokens)
                     if update.finish is not None:
                         bar.update()
@@ -93,11 +100,15 @@ class LLM:
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Completion]:
         """Generates for one prompt; yields the new tokens of an index as they come, `finish` set on its last piece.
 
+        The prompt's logprobs are not among them.
+
         Raises: RequestRejected.
         """
         for turn in self._turns([self._request(prompt, params)]):
             for update in turn.updates:
-                yield Completion(update.index, list(update.tokens), update.finish)
+                if not update.prompt_logprobs:
+                    logprobs = read_logprobs(update.logprobs, params.top_logprobs or 0)
+                    yield Completion(update.index, list(update.tokens), update.finish, list(logprobs))
 
     def _request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
         self._count += 1

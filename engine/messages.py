@@ -74,12 +74,18 @@ class CoreInfo(msgspec.Struct, tag="info", array_like=True):
 
 
 class SequenceOutput(msgspec.Struct, array_like=True):
-    """New tokens of one sequence, and its end if it came."""
+    """New tokens of one sequence, and its end if it came.
+
+    Where they are asked for, `logprobs` has one record (`engine.logprobs`) for each of the tokens, and
+    `prompt_logprobs` the next ones of the prompt's, which come before all tokens of all indexes.
+    """
 
     request_id: str
     index: int
     token_ids: list[int]
     finish: FinishReason | None = None
+    logprobs: bytes = b""
+    prompt_logprobs: bytes = b""
 
 
 class RequestStart(msgspec.Struct, array_like=True):

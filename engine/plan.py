@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from engine.step import Draft, PageUpdate, RowInit, RowWork, Sample, Step
+from engine.step import Draft, PageUpdate, PromptLogprobs, RowInit, RowWork, Sample, Step
 
 
 @dataclass(slots=True)
@@ -24,6 +24,8 @@ class Plan:
     copies: list[tuple[int, int]] = field(default_factory=list)
     masks: list[tuple[int, bytes]] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
+    logprobs: tuple[tuple[int, int], ...] = ()
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
     def step(self) -> Step:
         """What has been planned."""
@@ -36,4 +38,6 @@ class Plan:
             copies=tuple(self.copies),
             masks=tuple(self.masks),
             drafts=tuple(self.drafts),
+            logprobs=self.logprobs,
+            prompt_logprobs=tuple(self.prompt_logprobs),
         )

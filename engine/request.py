@@ -38,6 +38,9 @@ class SamplingParams:
         stop_token_ids: end the sequence; the token is part of the output.
         ignore_eos: goes on past the model's end-of-sequence tokens.
         n: continuations of the one prompt.
+        top_logprobs: of each generated token its logprob, and of how many of the likeliest at its place; None is off.
+        prompt_logprobs: the same of the prompt's tokens from the second on, once whatever n is. Such a prompt is
+            computed, not looked up in the prefix cache.
     """
 
     temperature: float = 1.0
@@ -54,6 +57,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,11 +13,13 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.device import CUDA_BUDGET, LoadedModel, allowed_bytes, pages_within
 from engine.logits import load_logits_processors
+from engine.logprobs import split_records
 from engine.model.config import ModelConfig
 from engine.request import SamplingParams
 from engine.sampler import Sampler
 from engine.step import RowInit, RowWork, Sample, Step, StepResult
 from kernels.attention import Query, plan_attention
+from kernels.logprobs import hidden_logprobs, token_logprobs
 
 _CPU_BUDGET = 2 << 30  # bytes of KV
 
@@ -26,11 +29,16 @@ class Launched:
     """A step that the device is working on.
 
     Args:
+        step: what it was asked to do.
         sampled: (2, N) int64 on the host: a token for each of step.samples, and whether its logits were not finite.
-        done: recorded when `sampled` holds them; None where it does already.
+        logprobs: records (`kernels.logprobs`) of the samples that have them, as wide as the widest asked for, and of
+            each of step.prompt_logprobs; on the host too.
+        done: recorded when all of it is there; None where it is already.
     """
 
+    step: Step
     sampled: Tensor
+    logprobs: list[Tensor]
     done: torch.cuda.Event | None
 
 
@@ -92,23 +100,29 @@ class ModelRunner:
         for draft in step.drafts:
             guesses = torch.tensor(draft.tokens, dtype=torch.int32)
             self._token_ids[draft.row, draft.start : draft.start + len(guesses)] = guesses.to(self.device)
-        sampled = self._run(step) if step.works else torch.empty(2, 0, dtype=torch.int64)
+        if step.works:
+            sampled, *logprobs = self._run(step)
+        else:
+            sampled, logprobs = torch.empty(2, 0, dtype=torch.int64), []
         if step.copies:
             sources, destinations = torch.tensor(step.copies, device=self.device).T
             self._kv_cache.index_copy_(1, destinations, self._kv_cache.index_select(1, sources))
         if self.device.type == "cpu":
-            return Launched(sampled, None)
+            return Launched(step, sampled, logprobs, None)
         # Its own event, so that collecting this step does not wait for steps launched after it.
-        on_host, done = sampled.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        on_host, *logprobs = (part.to("cpu", non_blocking=True) for part in (sampled, *logprobs))
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return Launched(on_host, done)
+        return Launched(step, on_host, logprobs, done)
 
     def collect(self, launched: Launched) -> StepResult:
         """Waits for a launched step and returns what it sampled."""
         if launched.done is not None:
             launched.done.synchronize()
         tokens, failed = launched.sampled.tolist()
-        return StepResult(tuple(tokens), tuple(index for index, bad in enumerate(failed) if bad))
+        bad = tuple(index for index, fails in enumerate(failed) if fails)
+        logprobs, prompt_logprobs = split_records(launched.step, [part.numpy() for part in launched.logprobs])
+        return StepResult(tuple(tokens), bad, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
     def warm_up(self) -> None:
         """Runs a prefill and a decode step, so that the first request does not pay for what is made lazily.
@@ -130,8 +144,11 @@ class ModelRunner:
         self._token_ids[init.row, : len(init.tokens)] = tokens.to(self.device)
         self._sampler.add_row(init)
 
-    def _run(self, step: Step) -> Tensor:
-        """Computes the works, draws the samples; returns (2, N) int64: their tokens, and which of them failed."""
+    def _run(self, step: Step) -> list[Tensor]:
+        """Computes the works, draws the samples.
+
+        Returns: (2, N) int64, the samples' tokens and which of them failed; then what `Launched.logprobs` holds.
+        """
         rows, starts, lengths = np.array(step.works, np.int64).T
         # Works of a row that follow one another are one query: its context is read once.
         order = np.lexsort((starts, rows))
@@ -154,13 +171,14 @@ class ModelRunner:
         hidden = self._decoder.forward(tokens, positions, self._kv_cache, plan)
         last = np.empty_like(ends)
         last[order] = ends - 1
-        return self._sample(hidden, last, step)
+        return [*self._sample(hidden, last, step), *self._prompt_logprobs(hidden, last, step)]
 
-    def _sample(self, hidden: Tensor, last: NDArray[np.int64], step: Step) -> Tensor:
-        """As `_run`; `last` is where in hidden (T, D) the last token of each work is."""
+    def _sample(self, hidden: Tensor, last: NDArray[np.int64], step: Step) -> Iterator[Tensor]:
+        """As `_run`, but for the prompts; `last` is where in hidden (T, D) the last token of each work is."""
         works, samples = step.works, step.samples
         if not samples:
-            return torch.empty(2, 0, dtype=torch.int64, device=self.device)
+            yield torch.empty(2, 0, dtype=torch.int64, device=self.device)
+            return
         # Siblings share the logits of one work: computed once, repeated for each.
         used, which = np.unique([sample.work for sample in samples], return_inverse=True)
         logits = self._decoder.logits(hidden[torch.from_numpy(last[used]).to(self.device)])
@@ -171,7 +189,19 @@ class ModelRunner:
         tokens, failed = self._sampler.sample(logits, rows, self._token_ids, lengths, step.masks)
         at = (torch.tensor(rows, device=self.device), torch.tensor(lengths, device=self.device))
         self._token_ids.index_put_(at, tokens.int())
-        return torch.stack((tokens, failed.long()))
+        yield torch.stack((tokens, failed.long()))
+        if step.logprobs:
+            indexes, tops = zip(*step.logprobs, strict=True)
+            asked = torch.tensor(indexes, device=self.device)
+            yield token_logprobs(logits[asked], tokens[asked], max(tops))
+
+    def _prompt_logprobs(self, hidden: Tensor, last: NDArray[np.int64], step: Step) -> Iterator[Tensor]:
+        """The records of each of step.prompt_logprobs."""
+        for number, first, end, top in step.prompt_logprobs:
+            row, start, length = step.works[number]
+            begin = int(last[number]) - (start + length - first)
+            before = hidden[begin : begin + end - first]
+            yield hidden_logprobs(before, self._token_ids[row, first:end], top, self._decoder.logits)
 
     def _affordable_pages(self, config: EngineConfig) -> int:
         on_cpu = self.device.type == "cpu"

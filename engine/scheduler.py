@@ -19,6 +19,8 @@ Rules kept here:
 - With full-length reservation a sequence gets, when it is admitted, the pages of its prompt and all its max_tokens, as
   engines without paging do, and never lacks one afterwards.
 - A sequence with a grammar draws a token only when the one before it has been collected: that one says what may come.
+- Logprobs of a prompt are of its leader, in the order of its tokens, each once: after a preemption it goes on behind
+  those that have been collected. What is still to be reported is computed, never matched.
 - Without chunked prefill, prompts come before decodes and wait for a step that takes them whole; only a prompt beyond
   the whole budget is cut.
 """
@@ -36,7 +38,7 @@ from engine.messages import CoreStats
 from engine.plan import Plan
 from engine.request import FinishReason, RejectReason, Request, RequestRejected
 from engine.sequence import Sequence, SequenceUpdate, State
-from engine.step import PageUpdate, RowInit, RowWork, Sample, Step, StepResult
+from engine.step import PageUpdate, PromptLogprobs, RowInit, RowWork, Sample, Step, StepResult
 from engine.trace import TraceEvent, Tracer
 from engine.waiting import DECODE_WORK, PREFILL_WORK, WaitingQueue
 
@@ -117,6 +119,7 @@ class Scheduler:
         self._decoding: dict[Sequence, None] = {}
         self._leaving: list[Sequence] = []  # no longer running, but used by a step in flight
         self._rows: list[Sequence | None] = [None] * max_num_seqs
+        self._asked: dict[int, int] = {}  # rows whose samples have logprobs, and of how many of the likeliest
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._in_flight: dict[int, Step] = {}
         self._next_id = 0
@@ -148,16 +151,18 @@ class Scheduler:
             params = replace(params, seed=self._random.getrandbits(63))
             request = replace(request, params=params)
         stops = dict.fromkeys(params.stop_token_ids, FinishReason.STOP_TOKEN) | ({} if params.ignore_eos else self._eos)
+        max_length = len(request.prompt) + params.max_tokens
         sequences = [
             Sequence(
                 request=request,
                 index=index,
                 rank=(-request.priority, self._arrivals, index),
-                max_length=len(request.prompt) + params.max_tokens,
+                max_length=max_length,
                 stops=stops,
                 stop_mask=tuple(stops) if params.min_tokens and not request.grammar else (),
                 tokens=list(request.prompt),
                 num_tokens=len(request.prompt),
+                logprobs_from=max_length if index or params.prompt_logprobs is None else 1,
                 matcher=matchers[index],
             )
             for index in range(params.n)
@@ -257,6 +262,9 @@ class Scheduler:
     def _close(self, plan: Plan) -> Step | None:
         if not plan.works:
             return None
+        if asked := self._asked:
+            rows = enumerate(sample[1] for sample in plan.samples)
+            plan.logprobs = tuple((index, asked[row]) for index, row in rows if row in asked)
         step = plan.step()
         self._in_flight[step.step_id] = step
         self._next_id += 1
@@ -355,6 +363,8 @@ class Scheduler:
         sequence.row = row = self._free_rows.pop()
         self._rows[row] = sequence
         tokens, prompt_length = tuple(sequence.tokens), len(request.prompt)
+        if request.params.top_logprobs is not None:
+            self._asked[row] = request.params.top_logprobs
         plan.inits.append(RowInit(row, tokens, prompt_length, request.params, sequence.index, sequence.stop_mask))
         if self._reserve:
             self._cache.grow(sequence, self._cache.missing(sequence, sequence.max_length))
@@ -372,6 +382,11 @@ class Scheduler:
                 return
             chunk = min(chunk, len(sequence.pages) * self._cache.page_size - position)
         plan.works.append(RowWork(sequence.row, position, chunk))
+        first = max(sequence.logprobs_from, position + 1)
+        end = min(position + 1 + chunk, len(sequence.request.prompt))
+        if first < end:
+            top = sequence.request.params.prompt_logprobs or 0
+            plan.prompt_logprobs.append(PromptLogprobs(len(plan.works) - 1, first, end, top))
         plan.budget -= chunk
         self._stats.prefill_tokens += chunk
         if self._tracer:
@@ -463,6 +478,7 @@ class Scheduler:
             self._waiting.remove(sequence)
         sequence.state = State.FINISHED
         if sequence.followers:
+            sequence.followers[0].logprobs_from = sequence.logprobs_from
             self._enqueue(sequence.followers)
             sequence.followers = []
         self._num_sequences -= 1
@@ -495,6 +511,7 @@ class Scheduler:
         if self._tracer:
             self._trace(sequence, "released", pages=len(sequence.pages), cached_tokens=sequence.num_cached)
         self._rows[sequence.row] = None
+        self._asked.pop(sequence.row, None)
         self._free_rows.append(sequence.row)
         sequence.row = -1
         sequence.num_tokens = len(sequence.tokens)
@@ -509,7 +526,8 @@ class Scheduler:
         rows, page_size = self._rows, self._cache.page_size
         for index in result.failed:
             self._spoilt(step, index, updates)
-        failures = len(updates)
+        updates += self._prompt_updates(step, result)
+        tokenless = len(updates)
         for (_, row), token in zip(step.samples, result.tokens, strict=True):
             sequence = rows[row]
             if sequence is None:
@@ -526,7 +544,7 @@ class Scheduler:
             if sequence.matcher is not None:
                 if not sequence.matcher.accept(token):
                     updates.append(self._fail(sequence, f"its grammar does not allow token {token}"))
-                    failures += 1
+                    tokenless += 1
                     continue
                 if sequence.matcher.terminated:
                     finish = FinishReason.EOS
@@ -537,7 +555,8 @@ class Scheduler:
             updates.append(SequenceUpdate(request.request_id, sequence.index, (token,), finish))
             if finish is not None:
                 ended.append((sequence, finish))
-        self._stats.generated_tokens += len(updates) - failures
+        self._add_logprobs(step, result, updates)
+        self._stats.generated_tokens += len(updates) - tokenless
         for sequence, finish in ended:
             self._end(sequence, finish)
         self._collected(step)
@@ -546,6 +565,30 @@ class Scheduler:
     def _trace(self, sequence: Sequence, kind: str, **attributes: int | float | str) -> None:
         assert self._tracer is not None
         self._tracer.add(sequence.request.request_id, kind, index=sequence.index, **attributes)
+
+    def _prompt_updates(self, step: Step, result: StepResult) -> list[SequenceUpdate]:
+        """The logprobs of prompts that a step brought."""
+        updates = []
+        for wanted, records in zip(step.prompt_logprobs, result.prompt_logprobs, strict=True):
+            sequence = self._row(step.works[wanted.work].row)
+            if not self._is_void(sequence, step):
+                request = sequence.request
+                sequence.logprobs_from = wanted.end if wanted.end < len(request.prompt) else sequence.max_length
+                updates.append(SequenceUpdate(request.request_id, sequence.index, (), None, prompt_logprobs=records))
+        return updates
+
+    def _add_logprobs(self, step: Step, result: StepResult, updates: list[SequenceUpdate]) -> None:
+        """Gives the updates the logprobs of their tokens, where they are asked for."""
+        if not step.logprobs:
+            return
+        taken = {(update.request_id, update.index): update for update in updates if update.tokens}
+        for (index, _), record in zip(step.logprobs, result.logprobs, strict=True):
+            sequence = self._row(step.samples[index].row)
+            if not self._is_void(sequence, step):
+                update = taken[sequence.request.request_id, sequence.index]
+                # Of a row with guesses the first samples are its tokens: those behind a wrong guess are none.
+                if len(update.logprobs) < len(update.tokens) * len(record):
+                    update.logprobs += record
 
     def _row(self, row: int) -> Sequence:
         """The sequence in a row of a step in flight (rows go back after their last step)."""
@@ -570,7 +613,8 @@ class Scheduler:
 
     def _fail(self, sequence: Sequence, message: str) -> SequenceUpdate:
         self._end(sequence, FinishReason.ERROR)
-        return SequenceUpdate(sequence.request.request_id, sequence.index, (), FinishReason.ERROR, message)
+        request_id = sequence.request.request_id
+        return SequenceUpdate(request_id, sequence.index, (), FinishReason.ERROR, message=message)
 
     def fail(self, step: Step, message: str) -> list[SequenceUpdate]:
         """The step raised: its sequences end with ERROR, and what it wrote is trusted no more. All others live on."""

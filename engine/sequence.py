@@ -28,6 +28,8 @@ class SequenceUpdate(msgspec.Struct, array_like=True):
     index: int
     tokens: tuple[int, ...]
     finish: FinishReason | None
+    logprobs: bytes = b""
+    prompt_logprobs: bytes = b""
     message: str = ""
 
 
@@ -42,6 +44,7 @@ class Sequence:
         stops: token ids that end the sequence, and the reason.
         stop_mask: the same ids if min_tokens bars them at first, else empty.
         tokens: every collected token, prompt first. Never a placeholder.
+        logprobs_from: the first token of the prompt whose logprob is still to be reported; max_length: none is.
         matcher: where the text stands in its grammar, after all of `tokens`; None without a grammar.
         num_tokens: tokens collected or being sampled by a step in flight.
         num_computed: tokens whose K and V are computed by scheduled steps; chases num_tokens.
@@ -64,6 +67,7 @@ class Sequence:
     stop_mask: tuple[int, ...]
     tokens: list[int]
     num_tokens: int
+    logprobs_from: int
     state: State = State.WAITING
     num_computed: int = 0
     num_cached: int = 0

@@ -80,6 +80,18 @@ class Sample(NamedTuple):
     row: int
 
 
+class PromptLogprobs(NamedTuple):
+    """The logprobs of a row's tokens [first, end), from the logits of the tokens before them, all in work `work`.
+
+    `top`: of how many of the likeliest tokens beside each.
+    """
+
+    work: int
+    first: int
+    end: int
+    top: int
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One forward pass. Effects in this order: inits, page updates, drafts, works, samples, copies.
@@ -98,6 +110,9 @@ class Step:
     masks: tuple[tuple[int, bytes], ...] = ()
     # Their works and samples are the last of the step, in the same order.
     drafts: tuple[Draft, ...] = ()
+    # (index into samples, of how many of the likeliest tokens beside the drawn one).
+    logprobs: tuple[tuple[int, int], ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
     @property
     def num_drafts(self) -> int:
@@ -119,9 +134,13 @@ class StepResult:
         failed: indexes into step.samples whose logits were not finite; their tokens mean nothing.
         busy_seconds: how long the device worked on the step, where it is known.
         gap_seconds: how long it had waited since the step before.
+        logprobs: one record (`engine.logprobs`) for each of step.logprobs.
+        prompt_logprobs: the records of each of step.prompt_logprobs.
     """
 
     tokens: tuple[int, ...]
     failed: tuple[int, ...] = ()
     busy_seconds: float = 0.0
     gap_seconds: float = 0.0
+    logprobs: tuple[bytes, ...] = ()
+    prompt_logprobs: tuple[bytes, ...] = ()

@@ -46,9 +46,9 @@ class KVCache:
         return -(-tokens // self.page_size) - len(sequence.pages)
 
     def acquire(self, sequence: Sequence) -> None:
-        """Begins a page table with the longest cached prefix of all tokens but the last, whose logits are wanted."""
+        """Begins a page table with the longest cached prefix of all tokens before the first whose logits are wanted."""
         if self._prefix_cache and not sequence.request.bypass_cache:
-            limit = (sequence.num_tokens - 1) // self.page_size
+            limit = (min(sequence.num_tokens, sequence.logprobs_from) - 1) // self.page_size
             sequence.node, sequence.pages = self._tree.acquire(sequence.request.salt, sequence.tokens, limit)
             self._pool.share(sequence.pages)
             sequence.num_computed = sequence.num_cached = len(sequence.pages) * self.page_size

@@ -66,6 +66,11 @@ class Forward:
         return self._logits
 
     @property
+    def hidden(self) -> Tensor:
+        """(max_tokens, D): what `body` computed last, and logits are made of."""
+        return self._x
+
+    @property
     def block_m(self) -> int:
         """Queries of a tile of prefill attention."""
         return self._prefill.block_m
@@ -127,6 +132,12 @@ class Forward:
         take_rows(self._x, inputs.last[:samples], hidden)
         linear(hidden, _weight(self._decoder.lm_head), logits, self._workspace)
         return logits
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """Returns (N, V) float32 of hidden states (N, D), in memory of its own."""
+        logits = torch.empty(len(hidden), self._config.vocab_size, dtype=hidden.dtype, device=hidden.device)
+        linear(hidden, _weight(self._decoder.lm_head), logits, self._workspace)
+        return logits.float()
 
     def _add_product(self, x: Tensor, layer: Linear, residual: Tensor, norm: Tensor, out: Tensor) -> None:
         """Adds layer(x) to the residual stream, and writes the normalised sum."""

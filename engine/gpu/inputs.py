@@ -71,14 +71,15 @@ class StepInputs:
         self.tiles = parts[8].view(tiles, 4)
         self.masks = torch.empty(max_samples, -(-vocab_size // 32), dtype=torch.int32, device=device)
 
-    def send(self, step: Step, pad: Callable[[Shape], Shape]) -> tuple[Shape, Ints, Ints]:
+    def send(self, step: Step, pad: Callable[[Shape], Shape]) -> tuple[Shape, Ints, Ints, Ints]:
         """Copies a step's works and samples to the device, in the order of its stream.
 
         Args:
             pad: makes the shape larger where that is wanted.
 
         Returns:
-            The shape; and for each sample its row, and how many of that row's tokens it follows.
+            The shape; for each sample its row, and how many of that row's tokens it follows; for each work where its
+            last token is.
         """
         host = pinned(self._all.numel(), self._all.device)
         array: Ints = host.numpy()
@@ -124,7 +125,7 @@ class StepInputs:
             bits = np.frombuffer(b"".join(bits for _, bits in step.masks), np.int32)
             self.masks[: len(step.masks)].copy_(on_device(bits, self._all.device).view(len(step.masks), -1))
         self._all.copy_(host, non_blocking=True)
-        return shape, drawn_rows, known
+        return shape, drawn_rows, known, token_of
 
 
 class Changes(NamedTuple):

@@ -21,18 +21,22 @@ from engine.gpu.forward import Forward
 from engine.gpu.graphs import Graphs, padded, sample_sizes, token_sizes
 from engine.gpu.inputs import Ints, RowState, Shape, StepInputs, on_device, pinned
 from engine.logits import load_logits_processors
+from engine.logprobs import split_records
 from engine.model.errors import ModelError
 from engine.request import SamplingParams
 from engine.sampler import LEAST_REPETITION_PENALTY, Sampler
-from engine.step import DeviceLost, PageUpdate, RowInit, RowWork, Sample, Step, StepResult
+from engine.step import DeviceLost, PageUpdate, PromptLogprobs, RowInit, RowWork, Sample, Step, StepResult
 from kernels.gpu import penalties, sampling
 from kernels.gpu.rows import append_tokens, copy_pages, write_runs
+from kernels.logprobs import SLICE, hidden_logprobs, token_logprobs
 
 _MOST_ROWS = 1024  # what the kernels hold
 # Samples whose logits are adjusted at once: two numbers of 32 bits for each token of the vocabulary.
 _ADJUSTED = 256
 # The same where users' processors change them, and how many copies those may make.
 _PROCESSED, _PROCESSED_COPIES = 64, 8
+# Of each logit that logprobs are made of: as the model computes it, in float32, and what its softmax needs.
+_LOGPROB_BYTES = 12
 # Recorded to learn what a graph takes; the driver's figures are coarse.
 _TRIALS = 8
 _SPARE_BYTES = 64 << 20
@@ -43,13 +47,15 @@ class Launched:
     """A step that the device is working on.
 
     Args:
+        step: what it was asked to do.
         sampled: (2, max_samples) int32 on the host: tokens, and 1 where their logits were not finite.
-        count: how many of them there are.
+        logprobs: as of `engine.runner.Launched`.
         began, ended: around the step's kernels; `sampled` is there when the copy behind them is `done`.
     """
 
+    step: Step
     sampled: Tensor
-    count: int
+    logprobs: list[Tensor]
     began: torch.cuda.Event | None = None
     ended: torch.cuda.Event | None = None
     done: torch.cuda.Event | None = None
@@ -118,17 +124,18 @@ class GpuRunner:
             if changes is not None:
                 write_runs(changes.runs, changes.payload, self._state.flat, changes.longest)
             began = self._event()
+            logprobs: list[Tensor] = []
             if step.works:
-                shape, rows, lengths = self._inputs.send(step, self._padded)
+                shape, rows, lengths, ends = self._inputs.send(step, self._padded)
                 self._run("chunks" if shape.chunks else "decodes", shape.tokens)
                 if shape.num_samples:
                     self._run_head(shape, rows, lengths, bool(step.masks))
+                logprobs = [*self._logprobs(step), *self._prompt_logprobs(step, ends)]
             if step.copies:
                 copy_pages(on_device(np.array(step.copies, np.int32), self.device), self._kv_cache)
             ended = self._event()
-            host = pinned(self._sampled.numel(), self.device).view(self._sampled.shape)
-            host.copy_(self._sampled, non_blocking=True)
-            return Launched(host, len(step.samples), began, ended, self._event())
+            sampled, *logprobs = (_on_host(part) for part in (self._sampled, *logprobs))
+            return Launched(step, sampled, logprobs, began, ended, self._event())
 
     def collect(self, launched: Launched) -> StepResult:
         """Waits for a launched step and returns what it sampled."""
@@ -141,8 +148,12 @@ class GpuRunner:
             busy = launched.began.elapsed_time(launched.ended) / 1e3
             gap = self._ended.elapsed_time(launched.began) / 1e3 if self._ended is not None else 0.0
             self._ended = launched.ended
-        tokens, failed = launched.sampled[:, : launched.count].tolist()
-        return StepResult(tuple(tokens), tuple(index for index, bad in enumerate(failed) if bad), busy, gap)
+        step = launched.step
+        tokens, failed = launched.sampled[:, : len(step.samples)].tolist()
+        bad = tuple(index for index, fails in enumerate(failed) if fails)
+        return StepResult(
+            tuple(tokens), bad, busy, gap, *split_records(step, [one.numpy() for one in launched.logprobs])
+        )
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -157,7 +168,7 @@ class GpuRunner:
         self._ended = None
 
     def _warm_up_rest(self) -> None:
-        """What no graph holds: changes of rows, the sampler with users' processors, copies of pages, both ways."""
+        """What no graph holds: changes of rows, users' processors, logprobs, copies of pages, both ways."""
         # Compiled for few rows, and for more; before any step, while all inputs are zeros.
         for count in {1, min(33, self._sample_sizes[-1])}:
             self._head("adjusted", count)
@@ -166,6 +177,9 @@ class GpuRunner:
         init = RowInit(0, (0,) * length, length, params, 0, ())
         page = PageUpdate(0, 0, (self.num_pages,))
         prefill = Step(0, (init,), (page,), (RowWork(0, 0, length),), (Sample(0, 0),))
+        prefill = replace(
+            prefill, logprobs=((0, 1),), prompt_logprobs=(PromptLogprobs(0, 1, length, 1),) * (length > 1)
+        )
         self.collect(self.launch(prefill))
         copy = ((self.num_pages, self.num_pages),)
         self.collect(self.launch(Step(1, (), (), (RowWork(0, length - 1, 1),), (Sample(0, 0),), copies=copy)))
@@ -187,6 +201,26 @@ class GpuRunner:
         else:
             kind = "filtered" if sampler.filters(rows) else "drawn" if sampler.draws(rows) else "greedy"
             self._run(kind, shape.samples)
+
+    def _logprobs(self, step: Step) -> Iterator[Tensor]:
+        """The records of all of step.logprobs in one tensor, if there are any."""
+        if not step.logprobs:
+            return
+        indexes, tops = np.array(step.logprobs, np.int32).T
+        parts = []
+        for first in range(0, len(indexes), SLICE):
+            at = on_device(indexes[first : first + SLICE], self.device)
+            logits = self._forward.all_logits.index_select(0, at).float()
+            parts.append(token_logprobs(logits, self._sampled[0].index_select(0, at), int(tops.max())))
+        yield torch.cat(parts)
+
+    def _prompt_logprobs(self, step: Step, ends: Ints) -> Iterator[Tensor]:
+        """The records of each of step.prompt_logprobs. `ends`: where the last token of each work is."""
+        for number, first, end, top in step.prompt_logprobs:
+            row, start, length = step.works[number]
+            begin = int(ends[number]) - (start + length - first)
+            hidden = self._forward.hidden[begin : begin + end - first]
+            yield hidden_logprobs(hidden, self._state.token_ids[row, first:end], top, self._forward.logits_of)
 
     def _launch(self, kind: str, size: int) -> None:
         """The launches of one graph."""
@@ -254,11 +288,10 @@ class GpuRunner:
                 self._graphs.record(key, partial(self._launch, *key))
             taken += (self._taken() - taken) * len(self._graph_keys()) // len(self._graphs)
             self._graphs = Graphs()
-        processing = _PROCESSED_COPIES * self._adjusted.nbytes if self._processors else 0
+        logits = _PROCESSED_COPIES * self._adjusted.nbytes if self._processors else 0
+        logits += _LOGPROB_BYTES * SLICE * self.model_config.vocab_size
         padding_page = self.page_bytes
-        return pages_within(
-            allowed - taken - processing - _SPARE_BYTES - padding_page, self.page_bytes, self._page_size
-        )
+        return pages_within(allowed - taken - logits - _SPARE_BYTES - padding_page, self.page_bytes, self._page_size)
 
     def _taken(self) -> int:
         torch.cuda.synchronize(self.device)
@@ -289,6 +322,11 @@ class GpuRunner:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy that is there when the stream has come so far."""
+    return pinned(tensor.numel(), tensor.device).view(tensor.shape).copy_(tensor, non_blocking=True)
 
 
 def _packed(init: RowInit) -> tuple[Ints, Ints]:

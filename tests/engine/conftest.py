@@ -1,5 +1,6 @@
 """What the engine's tests share: a runner without a model that checks what it is given, and a harness around it."""
 
+import struct
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ import pytest
 from engine.request import FinishReason, Request, SamplingParams
 from engine.scheduler import Scheduler, SequenceUpdate
 from engine.static_scheduler import StaticScheduler
-from engine.step import RowInit, Step, StepResult
+from engine.step import RowInit, RowWork, Step, StepResult
 
 VOCAB = 50
 EOS = (7, 11)
@@ -130,7 +131,20 @@ class FakeRunner:
         for source, target in step.copies:
             self.slots[target] = list(self.slots[source])
         self.uncollected.append(step)
-        return StepResult(tuple(tokens), tuple(failed))
+        logprobs = tuple(self.record(tokens[index], top) for index, top in step.logprobs)
+        prompt_logprobs = tuple(self._prompt_records(step.works[work], *rest) for work, *rest in step.prompt_logprobs)
+        return StepResult(tuple(tokens), tuple(failed), logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    @staticmethod
+    def record(token: int, top: int) -> bytes:
+        """A record (`engine.logprobs`) by which the token can be told."""
+        return struct.pack("<f" + "if" * top, token, *(token for _ in range(2 * top)))
+
+    def _prompt_records(self, work: RowWork, first: int, end: int, top: int) -> bytes:
+        row = self.rows[work.row]
+        assert work.start < first < end <= work.start + work.length + 1, "they are of the work's logits"
+        assert end <= row.init.prompt_length
+        return b"".join(self.record(token, top) for token in row.tokens[first:end])
 
     def _forward(self, number: int, start: int, length: int, broken: bool) -> int:
         row = self.rows[number]
@@ -182,6 +196,8 @@ class Harness:
         self.cached: dict[str, int] = {}
         self.order: list[str] = []  # of first scheduling
         self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.logprobs: dict[tuple[str, int], bytes] = {}
+        self.prompt_logprobs: dict[str, bytes] = {}
         self.finish: dict[tuple[str, int], FinishReason] = {}
         self.silent: set[tuple[str, int]] = set()  # aborted, or ended from outside
 
@@ -195,8 +211,9 @@ class Harness:
         request = Request(request_id, tuple(prompt), params, **own)
         self.scheduler.add(request)
         self.requests[request_id] = request
+        self.prompt_logprobs[request_id] = b""
         for index in range(params.n):
-            self.tokens[request_id, index] = []
+            self.tokens[request_id, index], self.logprobs[request_id, index] = [], b""
         return request
 
     def abort(self, request_id: str) -> bool:
@@ -265,6 +282,11 @@ class Harness:
             assert key not in self.silent, "nothing comes after an abort"
             assert all(0 <= token < VOCAB for token in update.tokens), "a void token got out"
             self.tokens[key] += update.tokens
+            self.logprobs[key] += update.logprobs
+            if update.prompt_logprobs:
+                self.prompt_logprobs[update.request_id] += update.prompt_logprobs
+                indexes = range(self.requests[update.request_id].params.n)
+                assert not any(self.tokens[update.request_id, index] for index in indexes), "the prompt's come first"
             if update.finish is not None:
                 self.finish[key] = update.finish
 
@@ -274,11 +296,21 @@ class Harness:
             request = self.requests[request_id]
             expected, reason = lone_run(request, index)
             finish = self.finish.get((request_id, index))
+            self._check_logprobs(request, index, tokens, complete=finish not in (None, FinishReason.ERROR))
             if finish in (None, FinishReason.ERROR):
                 assert tokens == expected[: len(tokens)]
                 assert finish or (request_id, index) in self.silent or self.scheduler.is_live(request_id)
             else:
                 assert (tokens, finish) == (expected, reason)
+
+    def _check_logprobs(self, request: Request, index: int, tokens: list[int], *, complete: bool) -> None:
+        """One record for each token where they are asked for, and of the prompt each but the first one's, once."""
+        asked, of_prompt = request.params.top_logprobs, request.params.prompt_logprobs
+        records = [] if asked is None else [self.runner.record(token, asked) for token in tokens]
+        assert self.logprobs[request.request_id, index] == b"".join(records)
+        records = [] if of_prompt is None else [self.runner.record(token, of_prompt) for token in request.prompt[1:]]
+        got, whole = self.prompt_logprobs[request.request_id], b"".join(records)
+        assert got == whole if complete else whole.startswith(got)
 
     @staticmethod
     def lone(prompt: Iterable[int], max_tokens: int) -> list[int]:

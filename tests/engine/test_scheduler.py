@@ -41,6 +41,8 @@ def feed(scheduler: Scheduler, *tokens: int) -> list:
         ([1], {"stop_token_ids": (50,)}, RejectReason.INVALID, "stop_token_ids"),
         ([1], {"stop_token_ids": (1,) * 1025}, RejectReason.INVALID, "stop_token_ids"),
         ([1], {"logit_bias": {-1: 1.0}}, RejectReason.INVALID, "logit_bias"),
+        ([1], {"top_logprobs": -1}, RejectReason.INVALID, "top_logprobs"),
+        ([1], {"prompt_logprobs": 51}, RejectReason.INVALID, "prompt_logprobs"),
         ([1], {"max_tokens": 128}, RejectReason.INVALID, "max_tokens"),
         ([1] * 128, {"max_tokens": 1}, RejectReason.INVALID, "prompt"),
         ([1] * 60, {"max_tokens": 21}, RejectReason.TOO_LARGE, "max_tokens"),
@@ -499,6 +501,42 @@ def test_the_surplus_token_of_a_finished_sequence_is_dropped(harness):
     assert engine.update(two, StepResult((9,))) == []
     assert engine.stats.generated_tokens == 1
     assert engine.schedule() is None
+
+
+# Logprobs
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_logprobs_of_a_prompt_need_its_computation(harness, depth):
+    """Bug 26: a cached prompt is computed again, in chunks, once for all siblings; without them it is a hit."""
+    engine = harness(max_num_batched_tokens=12, depth=depth)
+    engine.add("cold", prompt(30), max_tokens=2, prompt_logprobs=1)
+    engine.run()
+    engine.add("warm", prompt(30), max_tokens=4, prompt_logprobs=1, top_logprobs=2, n=3)
+    engine.add("plain", prompt(30), max_tokens=2)
+    engine.run().check_outputs()
+    assert engine.cached == {"cold": 0, "warm": 0, "plain": 28}
+    assert engine.prompt_logprobs["warm"] == engine.prompt_logprobs["cold"] != b""
+    engine.check_idle()
+
+
+def test_a_preempted_prompt_goes_on_behind_the_logprobs_that_were_reported(harness):
+    """What was reported is matched, the rest is computed, and after that all of it is matched."""
+    engine = harness(num_pages=16, max_num_batched_tokens=15)
+    engine.add("low", prompt(40), max_tokens=9, prompt_logprobs=0, top_logprobs=0, ignore_eos=True)
+    engine.turn()  # 15 of 40 tokens, three pages
+    [low] = engine.scheduler._live["low"].values()
+    engine.scheduler._preempt(low)
+    engine.turn()
+    assert [(work.start, work.length) for work in engine.steps[-1].works] == [(12, 15)]
+    assert engine.steps[-1].prompt_logprobs[0][1:3] == (16, 28)
+    while low.num_tokens < 44:
+        engine.turn()
+    engine.scheduler._preempt(low)
+    engine.turn()
+    assert [(work.start, work.length) for work in engine.steps[-1].works] == [(40, 4)]
+    engine.run().check_outputs()
+    assert len(engine.tokens["low", 0]) == 9
 
 
 # Steps that fail

@@ -50,6 +50,8 @@ def machine(harness, *, static: bool) -> type[RuleBasedStateMachine]:
             min_tokens=st.integers(0, 3),
             stop_token_ids=st.sampled_from([(), (), (4,), (4, 7, 21)]),
             ignore_eos=st.booleans(),
+            top_logprobs=st.sampled_from([None, None, 0, 2]),
+            prompt_logprobs=st.sampled_from([None, None, None, 0, 1]),
         )
         def add(self, shared, own, seed, **drawn):
             prompt = BASE[:shared] + own
