@@ -9,6 +9,8 @@ from engine.request import FinishReason
 from fulcrum.v1 import inference_pb2 as pb
 from service.detokenizer import TextStream
 from service.errors import ApiError
+from service.logprobs import PIECE, token_logprobs
+from service.tokenizer import Tokenizer
 from service.validate import Plan
 from service.wire import text_delta
 
@@ -23,6 +25,7 @@ class Choice:
         index: 0 to n - 1.
         plan: what was asked for.
         text: the text of this index; None where neither text nor stop strings are wanted.
+        tokenizer: tells the bytes of tokens, where logprobs are wanted.
 
     Attributes:
         tokens: how many tokens count for this index.
@@ -30,15 +33,16 @@ class Choice:
         reason: the same as the caller is told it.
     """
 
-    __slots__ = ("_plan", "_text", "finish", "index", "reason", "tokens")
+    __slots__ = ("_plan", "_text", "_tokenizer", "finish", "index", "reason", "tokens")
 
-    def __init__(self, index: int, plan: Plan, text: TextStream | None) -> None:
+    def __init__(self, index: int, plan: Plan, text: TextStream | None, tokenizer: Tokenizer | None = None) -> None:
         self.index = index
         self.tokens = 0
         self.finish: FinishReason | None = None
         self.reason = pb.FINISH_REASON_UNSPECIFIED
         self._plan = plan
         self._text = text
+        self._tokenizer = tokenizer
 
     def take(self, output: SequenceOutput) -> list[bytes]:
         """The messages that these tokens make: none while the text lags, one Delta, and Finished at the end.
@@ -52,6 +56,8 @@ class Choice:
             raise ApiError(grpc.StatusCode.ABORTED, "ABORTED", "the request was aborted")
         if finish is FinishReason.ERROR:
             raise ApiError(grpc.StatusCode.INTERNAL, "STEP_FAILED", "the engine could not compute this request")
+        if self._plan.max_tokens == 0:  # the engine always draws one
+            ids, finish = [], FinishReason.LENGTH
         text, stop = "", None
         if self._text is not None:
             text, stop, used = self._read(self._text, ids, finish)
@@ -59,7 +65,7 @@ class Choice:
                 ids, finish = ids[:used], FinishReason.STOP_STRING
         self.tokens += len(ids)
         self.finish = finish
-        messages = self._deltas(text, ids)
+        messages = self._deltas(text, ids, self._logprobs(ids, output.logprobs, finish) if output.logprobs else ())
         if finish is not None:
             finished = self._finished(finish, stop, ids)
             self.reason = finished.reason
@@ -82,16 +88,36 @@ class Choice:
         piece, stop = stream.finish()
         return text + piece, stop, len(ids)
 
-    def _deltas(self, text: str, ids: Sequence[int]) -> list[bytes]:
-        """The Deltas of this text and these ids: one, or none where there is nothing to say."""
-        plan = self._plan
-        if plan.token_ids:
-            if ids or (text and plan.text):
-                delta = pb.Delta(index=self.index, text=text if plan.text else "", token_ids=ids)
-                return [pb.GenerateResponse(delta=delta).SerializeToString()]
-        elif text and plan.text:
-            return [text_delta(self.index, text)]
-        return []
+    def _logprobs(self, ids: Sequence[int], records: bytes, finish: FinishReason | None) -> list[pb.TokenLogprob]:
+        """The logprobs of these ids, the last of which has ended the text if it did."""
+        assert self._tokenizer is not None
+        found = token_logprobs(self._tokenizer, ids, records, self._plan.params.top_logprobs or 0)
+        skipped = self._text.skipped if self._text is not None else ()
+        for one in found:
+            one.hidden = one.token_id in skipped
+        if found and finish in STOPPED_BY_TOKEN and not self._plan.include_stop:
+            found[-1].hidden = True
+        return found
+
+    def _deltas(self, text: str, ids: Sequence[int], logprobs: Sequence[pb.TokenLogprob]) -> list[bytes]:
+        """The Deltas of this text and these tokens: mostly one, or none where there is nothing to say."""
+        if not self._plan.text:
+            text = ""
+        if not (logprobs or (ids and self._plan.token_ids)):
+            return [text_delta(self.index, text)] if text else []
+        deltas = self._token_deltas(ids, logprobs)
+        deltas[-1].text = text
+        return [pb.GenerateResponse(delta=delta).SerializeToString() for delta in deltas]
+
+    def _token_deltas(self, ids: Sequence[int], logprobs: Sequence[pb.TokenLogprob]) -> list[pb.Delta]:
+        """One Delta with these tokens, or several where their logprobs are too much for one."""
+        if not self._plan.token_ids:
+            ids = ()
+        deltas = [
+            pb.Delta(index=self.index, token_ids=ids[at : at + PIECE], logprobs=logprobs[at : at + PIECE])
+            for at in range(0, len(logprobs), PIECE)
+        ]
+        return deltas or [pb.Delta(index=self.index, token_ids=ids)]
 
     def _finished(self, finish: FinishReason, stop: str | None, ids: Sequence[int]) -> pb.Finished:
         finished = pb.Finished(index=self.index, completion_tokens=self.tokens)

@@ -15,7 +15,7 @@ from service.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Turns the ids of one sequence into text, piece by piece."""
+    """Turns the ids of one sequence into text, piece by piece. `skipped` are the ids that have none."""
 
     def __init__(
         self,
@@ -34,16 +34,16 @@ class Detokenizer:
         """
         self._token_bytes = tokenizer.token_bytes
         self._token_text = tokenizer.token_text
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self.skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         if shown:
-            self._skipped -= {tokenizer.token_id(token) for token in shown}
+            self.skipped -= {tokenizer.token_id(token) for token in shown}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._partial = False  # the decoder holds a part of a character
         self._strip = tokenizer.strips_first_space and not after_prompt
 
     def step(self, token_id: int) -> str:
         """Returns the text that this token completes; "" while a character is incomplete."""
-        if token_id in self._skipped:
+        if token_id in self.skipped:
             return ""
         text = None if self._partial else self._token_text(token_id)
         if text is None:
@@ -125,6 +125,7 @@ class TextStream:
     def __init__(self, detokenizer: Detokenizer, stop_checker: StopChecker, *, min_tokens: int = 0) -> None:
         """Joins a fresh detokenizer and a fresh stop checker."""
         self._detokenizer = detokenizer
+        self.skipped = detokenizer.skipped
         self._stop_checker = stop_checker
         self._unchecked = min_tokens
         self.stopped = False

@@ -94,13 +94,6 @@ def invalid(violations: Sequence[Violation]) -> ApiError:
     return ApiError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_PARAMETER", text, violations=violations)
 
 
-def not_served(field: str, what: str) -> ApiError:
-    """UNIMPLEMENTED: a part of the contract that this version does not serve."""
-    return ApiError(
-        grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED", f"{what} not served by this version yet", field=field
-    )
-
-
 def draining() -> ApiError:
     """UNAVAILABLE: the server goes down and takes nothing new."""
     return ApiError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "the server is draining", retry_after=1.0)

@@ -8,6 +8,7 @@ from service.choice import STOPPED_BY_TOKEN, Choice
 from service.detokenizer import TextStream
 from service.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Reasoning
 from service.parsers.output_parser import OutputParser
+from service.tokenizer import Tokenizer
 from service.validate import Plan
 
 # Ended by a call behind which nothing is wanted: no stop string is empty.
@@ -21,8 +22,8 @@ class ParsedChoice(Choice):
 
     __slots__ = ("_events", "_parser")
 
-    def __init__(self, index: int, plan: Plan, text: TextStream, parser: OutputParser) -> None:
-        super().__init__(index, plan, text)
+    def __init__(self, index: int, plan: Plan, text: TextStream, tokenizer: Tokenizer, parser: OutputParser) -> None:
+        super().__init__(index, plan, text, tokenizer)
         self._parser = parser
         self._events: list[Event] = []
 
@@ -45,12 +46,12 @@ class ParsedChoice(Choice):
         self._events += self._parser.finish()
         return "", stop, len(ids)
 
-    def _deltas(self, text: str, ids: Sequence[int]) -> list[bytes]:
+    def _deltas(self, text: str, ids: Sequence[int], logprobs: Sequence[pb.TokenLogprob]) -> list[bytes]:
         events = [event for event in self._events if not isinstance(event, CallEnd)]
         self._events.clear()
         if not events:
-            return super()._deltas(text, ids)
-        deltas = [pb.Delta(index=self.index, token_ids=ids if self._plan.token_ids else ())]
+            return super()._deltas(text, ids, logprobs)
+        deltas = self._token_deltas(ids, logprobs)
         last = 0
         for event in events:
             place = _PLACES[type(event)]

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -17,6 +18,7 @@ from service.errors import Violation, draining, engine_dead, invalid
 from service.figures import Figures
 from service.grammar import Compiled, GrammarCompiler, invalid_grammar
 from service.live import LiveCalls
+from service.logprobs import prompt_pieces
 from service.model import ServedModel
 from service.output_grammar import output_grammar
 from service.parsed_choice import ParsedChoice
@@ -125,7 +127,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             await context.write(pb.GenerateResponse(accepted=pb.Accepted(request_id=asked.request_id, model=name)))
             choices = [self._choice(index, asked, field, reading) for index in range(params.n)]
-            usage = await self._stream(stream, choices, record, context)
+            usage = await self._stream(stream, job, choices, record, context)
             await context.write(pb.GenerateResponse(usage=usage))
             logger.debug("request %s (%s) is answered: %d tokens", *about, record.tokens, extra=what)
             core.note(asked.request_id, "sent")
@@ -168,10 +170,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     raise refusal(rejected, job, prompt_field, self._core.info) from rejected
         raise AssertionError("the last try returns or raises")
 
-    async def _stream(self, stream: RequestStream, choices: list[Choice], record: Record, context: Context) -> pb.Usage:
+    async def _stream(
+        self, stream: RequestStream, job: Request, choices: list[Choice], record: Record, context: Context
+    ) -> pb.Usage:
         """Writes everything between Accepted and Usage; a write waits for a slow reader, the stream merges."""
         core, write = self._core, context.write
         running = len(choices)
+        told = 1  # the next of the prompt's logprobs
         async for event in stream:
             if isinstance(event, RequestStart):
                 record.start(event.at, event.cached_tokens)
@@ -179,6 +184,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 await write(pb.GenerateResponse(started=started))
                 continue
             for output in event:
+                if output.prompt_logprobs:
+                    for piece in self._prompt_logprobs(job, told, output.prompt_logprobs):
+                        await write(pb.GenerateResponse(prompt_logprobs=piece))
+                        told += len(piece.tokens)
+                    if not output.token_ids and output.finish is None:
+                        continue
                 choice = choices[output.index]
                 if choice.finish is not None:
                     continue  # sampled after a stop string had ended it
@@ -197,13 +208,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise RuntimeError(f"the engine ended request {record.request_id} with {running} sequences unfinished")
         return record.usage()
 
+    def _prompt_logprobs(self, job: Request, first: int, records: bytes) -> Iterator[pb.PromptLogprobs]:
+        return prompt_pieces(self._model.prompts.tokenizer, job.prompt, first, records, job.params.prompt_logprobs or 0)
+
     def _choice(self, index: int, asked: Plan, prompt_field: str, reading: Reading | None) -> Choice:
-        after_prompt = prompt_field != "chat"
+        after_prompt, tokenizer = prompt_field != "chat", self._model.prompts.tokenizer
         if asked.text and reading is not None:
             text = self._model.text_stream(asked, after_prompt=after_prompt, shown=reading.markers)
-            return ParsedChoice(index, asked, text, reading.parser())
+            return ParsedChoice(index, asked, text, tokenizer, reading.parser())
         wanted = asked.text or asked.stop
-        return Choice(index, asked, self._model.text_stream(asked, after_prompt=after_prompt) if wanted else None)
+        stream = self._model.text_stream(asked, after_prompt=after_prompt) if wanted else None
+        return Choice(index, asked, stream, tokenizer)
 
     # ----------------------------------------------------------------------------------------------- the other RPCs
 

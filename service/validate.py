@@ -17,7 +17,7 @@ from engine.model.config import GenerationDefaults
 from engine.request import RejectReason, Request, RequestRejected, SamplingParams
 from fulcrum.v1 import inference_pb2 as pb
 from service.auth import Caller
-from service.errors import ApiError, Violation, draining, invalid, not_served
+from service.errors import ApiError, Violation, draining, invalid
 from service.grammar import Constraint
 
 # The engine's names of fields -> the proto's.
@@ -44,7 +44,7 @@ class Plan:
 
     Args:
         params: defaults applied; params.max_tokens means something only after `fit`.
-        max_tokens: None where the request is silent.
+        max_tokens: None where the request is silent; 0 where only the prompt's logprobs are wanted.
         stop: stop strings.
         include_stop: leaves the matched stop in the text.
         constraint: what the text must follow.
@@ -95,7 +95,7 @@ class Violations(list[Violation]):
 def plan(request: pb.GenerateRequest, info: CoreInfo, defaults: GenerationDefaults, caller: Caller) -> Plan:
     """Checks everything that does not depend on the prompt's length.
 
-    Raises ApiError: INVALID_ARGUMENT naming every bad field, UNIMPLEMENTED, PERMISSION_DENIED.
+    Raises ApiError: INVALID_ARGUMENT naming every bad field, PERMISSION_DENIED.
     """
     bad = Violations()
     bad.unless(
@@ -105,16 +105,15 @@ def plan(request: pb.GenerateRequest, info: CoreInfo, defaults: GenerationDefaul
     )
     params = _sampling(request, info, defaults, bad)
     stopping, output = request.stopping, request.output
-    _check_stopping(stopping, info, bad)
+    _check_stopping(stopping, info, bad, least=0 if output.HasField("prompt_logprobs") else 1)
     for field in ("top_logprobs", "prompt_logprobs"):
         if output.HasField(field):
-            bad.number(f"output.{field}", getattr(output, field), 0, MAX_TOP_LOGPROBS)
+            bad.number(f"output.{field}", getattr(output, field), 0, min(MAX_TOP_LOGPROBS, info.vocab_size))
     bad.unless(
         len(request.cache.salt.encode()) <= MAX_SALT_BYTES, "cache.salt", f"must be of at most {MAX_SALT_BYTES} bytes"
     )
     constraint = _constraint(request, bad)
     bad.check()
-    _refuse_unserved(request)
     if caller.max_priority is not None and request.priority > caller.max_priority:
         raise ApiError(
             grpc.StatusCode.PERMISSION_DENIED,
@@ -170,7 +169,7 @@ def fit(plan: Plan, prompt: Sequence[int], prompt_field: str, info: CoreInfo) ->
         f"{plan.params.min_tokens} is more than the {max_tokens} tokens that may be generated",
     )
     bad.check()
-    return replace(plan.params, max_tokens=max_tokens)
+    return replace(plan.params, max_tokens=max(1, max_tokens))
 
 
 def window_exceeded(field: str, window: int, but: str, **numbers: int | None) -> ApiError:
@@ -216,7 +215,7 @@ def _pool_tokens(info: CoreInfo) -> int:
 def _sampling(
     request: pb.GenerateRequest, info: CoreInfo, defaults: GenerationDefaults, bad: Violations
 ) -> SamplingParams:
-    given, stopping = request.sampling, request.stopping
+    given, stopping, output = request.sampling, request.stopping, request.output
 
     def chosen(field: str, default: float, low: float, high: float, *, above: bool = False) -> float:
         if not given.HasField(field):
@@ -254,12 +253,16 @@ def _sampling(
         stop_token_ids=tuple(dict.fromkeys(stopping.stop_token_ids)),
         ignore_eos=stopping.ignore_eos,
         n=n,
+        top_logprobs=output.top_logprobs if output.HasField("top_logprobs") else None,
+        prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
     )
 
 
-def _check_stopping(stopping: pb.StoppingCriteria, info: CoreInfo, bad: Violations) -> None:
+def _check_stopping(stopping: pb.StoppingCriteria, info: CoreInfo, bad: Violations, *, least: int) -> None:
     if stopping.HasField("max_tokens"):
-        bad.unless(stopping.max_tokens >= 1, "stopping.max_tokens", "must be at least 1")
+        bad.unless(
+            stopping.max_tokens >= least, "stopping.max_tokens", "must be at least 1 (or 0, with prompt_logprobs)"
+        )
         bad.unless(
             stopping.min_tokens <= stopping.max_tokens,
             "stopping.min_tokens",
@@ -297,9 +300,3 @@ def _constraint(request: pb.GenerateRequest, bad: Violations) -> Constraint | No
     size = len(text.encode())
     bad.unless(size <= MAX_GRAMMAR_BYTES, kind, f"has {size} bytes; at most {MAX_GRAMMAR_BYTES} are taken")
     return Constraint(kind, text)
-
-
-def _refuse_unserved(request: pb.GenerateRequest) -> None:
-    for field in ("top_logprobs", "prompt_logprobs"):
-        if request.output.HasField(field):
-            raise not_served(f"output.{field}", "logprobs are")

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,7 +61,7 @@ def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class FakeCore:
     """Takes the place of engine.client.CoreClient: the test says what comes, and when.
 
-    `reply`, when set, answers every request by itself: Callable[[Request], list of (index, ids, finish)].
+    `reply`, when set, answers every request by itself: Callable[[Request], list of what `emit` takes].
     """
 
     def __init__(self, **info: Any) -> None:
@@ -78,7 +78,7 @@ class FakeCore:
         self.aborted: list[str] = []
         self.ended: list[tuple[str, int]] = []
         self.refuse_with: RequestRejected | None = None
-        self.reply: Callable[[Request], list[tuple[int, list[int], FinishReason | None]]] | None = None
+        self.reply: Callable[[Request], Iterable[tuple[Any, ...]]] | None = None
         self._changed = asyncio.Event()
         self._closed = asyncio.Event()
 
@@ -100,8 +100,8 @@ class FakeCore:
         self.streams[request.request_id] = stream
         if self.reply is not None:
             self.start(request.request_id)
-            for index, ids, finish in self.reply(request):
-                self.emit(request.request_id, index, ids, finish)
+            for output in self.reply(request):
+                self.emit(request.request_id, *output)
         return stream
 
     def end_sequence(self, stream: RequestStream, index: int) -> None:
@@ -152,10 +152,12 @@ class FakeCore:
     def start(self, request_id: str, cached_tokens: int = 0) -> None:
         self.streams[request_id].put_start(RequestStart(request_id, cached_tokens, time.monotonic()))
 
-    def emit(self, request_id: str, index: int, ids: list[int], finish: FinishReason | None = None) -> None:
+    def emit(
+        self, request_id: str, index: int, ids: list[int], finish: FinishReason | None = None, *logprobs: bytes
+    ) -> None:
         stream = self.streams.get(request_id)
         if stream is not None:
-            stream.put(SequenceOutput(request_id, index, ids, finish))
+            stream.put(SequenceOutput(request_id, index, ids, finish, *logprobs))
             if stream.ended:
                 self.streams.pop(request_id, None)
 

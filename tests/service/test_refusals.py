@@ -61,6 +61,11 @@ BAD_FIELDS = {
     "endless stop string": (request(stopping=T(stop=["a" * 1001])), "stopping.stop[0]"),
     "stop id out of vocabulary": (request(stopping=T(stop_token_ids=[7, 999])), "stopping.stop_token_ids[1]"),
     "top_logprobs above 20": (request(output=O(top_logprobs=21)), "output.top_logprobs"),
+    "prompt_logprobs above 20": (request(output=O(prompt_logprobs=2**31)), "output.prompt_logprobs"),
+    "max_tokens zero with logprobs": (
+        request(stopping=T(max_tokens=0), output=O(top_logprobs=1)),
+        "stopping.max_tokens",
+    ),
     "long request id": (request(request_id="r" * 129), "request_id"),
     "request id with a line break": (request(request_id="r\nINFO all is well"), "request_id"),
     "long salt": (request(cache=pb.CacheOptions(salt="s" * 257)), "cache.salt"),
@@ -153,24 +158,6 @@ async def test_a_refusal_is_small_whatever_was_sent(make_core, serving, details)
         assert error.reason == "MODEL_NOT_FOUND"
         role = pb.GenerateRequest(chat=chat(*[{"role": "\u20ac" * 100_000}] * 10))
         assert details(await refused(server.stub.Generate(role))).fields[0] == "chat.messages[0].role"
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"output": O(top_logprobs=0)}, "output.top_logprobs"),
-        ({"output": O(prompt_logprobs=1)}, "output.prompt_logprobs"),
-    ],
-)
-async def test_what_is_not_served_yet_says_so(make_core, serving, details, fields, named):
-    async with serving(make_core()) as server:
-        error = details(await refused(server.stub.Generate(request(**fields))))
-        assert (error.code, error.reason, error.fields) == (
-            grpc.StatusCode.UNIMPLEMENTED,
-            "NOT_IMPLEMENTED",
-            [named],
-        )
-        assert "not served" in error.message
 
 
 async def test_a_template_that_raises_is_the_callers_error(make_core, serving, details):
