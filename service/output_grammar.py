@@ -7,7 +7,7 @@ import json
 
 from service.grammar import Constraint
 from service.grammar_worker import alternatives
-from service.parsers.forced import Form, behind_reasoning, calls_form, json_form
+from service.parsers.forced import Form, behind_reasoning, calls_form, free_form, json_form
 from service.parsers.output_parser import Reading
 
 
@@ -28,8 +28,10 @@ def output_grammar(constraint: Constraint | None, reading: Reading | None) -> Co
         if form is None or not (callable_now or reading.thinks):
             return constraint
         if reading.tools is not None and callable_now:
-            calls = calls_form(reading.tools, {name: {} for name in sorted(reading.names)}, parallel=reading.parallel)
+            calls = calls_form(reading.tools, reading.arguments, parallel=reading.parallel)
             form = {"type": "or", "elements": [form, calls]}
+    elif form is None and reading.tools is not None and reading.strict:
+        form = free_form(reading.tools, reading.arguments)
     if form is None:
         return None
     if reading.reasoning is not None and reading.thinks:

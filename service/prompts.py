@@ -114,12 +114,15 @@ class Prompts:
         parallel = chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls")
         thinks = reasoning is not None and not text.rstrip().endswith(reasoning.closing)
         forced = None
+        schemas = {tool.name: json_object(tool.parameters_json) or {} for tool in chat.tools}
         if calls is not None and must_call(chat.tool_choice):
-            schemas = {tool.name: json_object(tool.parameters_json) or {} for tool in chat.tools}
             forced = calls_form(calls, schemas, only=chat.tool_choice.function or None, parallel=parallel)
             thinks = thinks and not calls.prefill
-        names = frozenset(tool.name for tool in chat.tools)
-        return Reading(reasoning, opened, calls, names, parallel, thinks, forced)
+        # An opening that is a special token comes under no grammar, and with it no call.
+        special = calls is not None and self.tokenizer.token_id(calls.opening) in self.tokenizer.special_ids
+        held = calls is not None and (calls.bare or not special)
+        arguments = {tool.name: schemas[tool.name] if held and tool.strict else {} for tool in chat.tools}
+        return Reading(reasoning, opened, calls, arguments, parallel, thinks, forced)
 
     def _encode(self, text: str, field: str, window: int | None, *, add_special_tokens: bool) -> list[int]:
         fewest = self.tokenizer.fewest_tokens(text)

@@ -16,7 +16,7 @@ from service.auth import Authenticator
 from service.choice import Choice
 from service.errors import Violation, draining, engine_dead, invalid
 from service.figures import Figures
-from service.grammar import Compiled, GrammarCompiler, invalid_grammar
+from service.grammar import Compiled, Constraint, GrammarCompiler, invalid_grammar
 from service.live import LiveCalls
 from service.logprobs import prompt_pieces
 from service.model import ServedModel
@@ -101,12 +101,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         marks = [("rendered", rendered)] if rendered else []
         marks.append(("tokenized", time.monotonic()))
         params = fit(asked, prompt, field, core.info)
-        constraint = output_grammar(asked.constraint, reading)
-        grammar = None
-        if constraint is not None:
-            grammar = await self._grammars.compile(
-                constraint, asked.constraint.kind if asked.constraint else "chat.tools"
-            )
+        grammar = await self._grammar(asked.constraint, reading)
+        if grammar is not None:
             marks.append(("compiled", time.monotonic()))
         job = Request(
             request_id=asked.request_id,
@@ -140,6 +136,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _salt(self, tenant: str, salt: str) -> str:
         """A salt that no other tenant has, whatever he asks for: names of tenants hold no NUL."""
         return f"{tenant}\0{salt}" if tenant and (salt or not self._share_prefixes) else salt
+
+    async def _grammar(self, asked: Constraint | None, reading: Reading | None) -> Compiled | None:
+        """What the output must follow; None where it is free."""
+        constraint = output_grammar(asked, reading)
+        if constraint is None:
+            return None
+        blamed = "chat.tools" if asked is None else asked.kind
+        if asked is not None and reading is not None and reading.strict:
+            await self._grammars.compile(asked)  # alone first: what is wrong with the whole are the tools, then
+            blamed = "chat.tools"
+        return await self._grammars.compile(constraint, blamed)
 
     async def _prompt(self, request: pb.GenerateRequest) -> tuple[str, list[int], Reading | None, float]:
         """The field that the prompt came from, its token ids, how to read what follows it, and when it was rendered."""

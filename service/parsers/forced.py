@@ -1,4 +1,4 @@
-"""What an output must look like that has to call a tool, as parts of a structural tag. Compiles nothing.
+"""What an output must look like that has to call a tool, or may, as parts of a structural tag. Compiles nothing.
 
 Structural tags are XGrammar's form of grammars, in JSON (https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html).
 """
@@ -30,18 +30,31 @@ def calls_form(
     Raises KeyError: there is no such tool.
     """
     wanted = tools if only is None else {only: tools[only]}
-    tags = []
-    for name, schema in wanted.items():
-        begin, end = parser.around_arguments(name)
-        tags.append({"type": "tag", "begin": begin, "content": json_form({"type": "object", **schema}), "end": end})
     calls = {
         "type": "tags_with_separator",
-        "tags": tags,
+        "tags": call_tags(parser, wanted),
         "separator": parser.separator,
         "at_least_one": True,
         "stop_after_first": only is not None or not parallel,
     }
     return parser.around_calls(calls)
+
+
+def free_form(parser: type[ToolParser], tools: Mapping[str, Mapping[str, Any]]) -> Form | None:
+    """An output that is free but for the calls that come in it, which follow their schemas (`tools` as above).
+
+    None where no grammar can see to that.
+    """
+    return parser.calls_in_text(call_tags(parser, tools), calls_form(parser, tools))
+
+
+def call_tags(parser: type[ToolParser], tools: Mapping[str, Mapping[str, Any]]) -> list[Form]:
+    """A call of each of the tools."""
+    tags = []
+    for name, schema in tools.items():
+        begin, end = parser.around_arguments(name)
+        tags.append({"type": "tag", "begin": begin, "content": json_form({"type": "object", **schema}), "end": end})
+    return tags
 
 
 def json_form(schema: Any) -> Form:

@@ -1,5 +1,7 @@
 """Llama 3.1 to 3.3: {"name": "f", "parameters": {…}}, at the beginning or behind <|python_tag|>; others behind ";"."""
 
+from typing import Any
+
 from service.parsers.call_reader import CallObject
 from service.parsers.events import Event
 from service.parsers.tool_parser import ToolParser
@@ -10,6 +12,7 @@ class Llama3Json(ToolParser):
 
     opening = "<|python_tag|>"
     markers = (opening,)
+    bare = True
     separator = "; "
 
     def __init__(self, names: frozenset[str], *, prefilled: bool = False) -> None:
@@ -52,3 +55,8 @@ class Llama3Json(ToolParser):
     def around_arguments(name: str) -> tuple[str, str]:
         """As ToolParser."""
         return f'{{"name": "{name}", "parameters": ', "}"
+
+    @classmethod
+    def calls_in_text(cls, tags: list[dict[str, Any]], calls: dict[str, Any]) -> dict[str, Any] | None:
+        """As ToolParser: what begins with a brace is a call. (The marker, a special token, is in no grammar.)"""
+        return {"type": "or", "elements": [calls, {"type": "regex", "pattern": r"\s*([^\s{][\s\S]*)?"}]}

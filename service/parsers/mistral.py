@@ -63,3 +63,8 @@ class Mistral(ToolParser):
         """An array; the prompt ends with the marker, a special token that no grammar can ask for."""
         brackets = [{"type": "const_string", "value": bracket} for bracket in "[]"]
         return {"type": "sequence", "elements": [brackets[0], calls, brackets[1]]}
+
+    @classmethod
+    def calls_in_text(cls, tags: list[dict[str, Any]], calls: dict[str, Any]) -> dict[str, Any] | None:
+        """None: under a grammar the marker could not come, and with it no call."""
+        return None

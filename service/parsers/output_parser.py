@@ -1,6 +1,8 @@
 """The text of one answer, in the order in which models write: reasoning, then content and tool calls."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from service.parsers.events import CallEnd, CallStart, Content, Event
 from service.parsers.forced import Form
@@ -16,7 +18,7 @@ class Reading:
         reasoning: the form of reasoning, where the model reasons.
         opened: the prompt has opened the reasoning.
         tools: the form of tool calls, where there are tools.
-        names: the tools' names.
+        arguments: the JSON Schemas that the arguments of a call must follow, by the tools' names: {} where not strict.
         parallel: more than one call may come.
         thinks: reasoning may come: the prompt has not ended it, and begins no call.
         forced: the form of the calls that have to come, behind ToolParser.prefill; None: none has to.
@@ -25,10 +27,15 @@ class Reading:
     reasoning: type[Think] | None = None
     opened: bool = False
     tools: type[ToolParser] | None = None
-    names: frozenset[str] = frozenset()
+    arguments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     parallel: bool = True
     thinks: bool = False
     forced: Form | None = None
+
+    @property
+    def strict(self) -> bool:
+        """Whether there are calls whose arguments must follow a schema."""
+        return self.tools is not None and any(self.arguments.values())
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -39,7 +46,7 @@ class Reading:
         """A parser for one answer."""
         return OutputParser(
             None if self.reasoning is None else self.reasoning(self.opened),
-            None if self.tools is None else self.tools(self.names, prefilled=self.forced is not None),
+            None if self.tools is None else self.tools(frozenset(self.arguments), prefilled=self.forced is not None),
             parallel=self.parallel,
         )
 

@@ -22,6 +22,7 @@ class ToolParser(ABC):
 
     opening: ClassVar[str]  # the marker before a call
     markers: ClassVar[tuple[str, ...]]  # texts that must be seen, though they may be special tokens
+    bare: ClassVar[bool] = False  # a call may come without `opening`
     separator: ClassVar[str]  # between two calls, as the model was taught to write it
     prefill: ClassVar[str] = ""  # what a prompt ends with where a call must follow
 
@@ -66,6 +67,16 @@ class ToolParser(ABC):
     def around_calls(calls: dict[str, Any]) -> dict[str, Any]:
         """The structural tag of all calls with what stands around them."""
         return calls
+
+    @classmethod
+    def calls_in_text(cls, tags: list[dict[str, Any]], calls: dict[str, Any]) -> dict[str, Any] | None:
+        """The structural tag of a text in which calls may come. None: there is none.
+
+        Args:
+            tags: a call of each tool.
+            calls: an output that is calls and nothing else.
+        """
+        return {"type": "triggered_tags", "triggers": [cls.opening], "tags": tags}
 
     # Modes: each takes text and returns what is left of it for the next one.
 

@@ -3,11 +3,12 @@
 import asyncio
 import json
 import re
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc as rpc
@@ -69,6 +70,32 @@ async def test_a_schema_is_followed_whole_streamed_by_each_of_n_and_beside_free_
     assert free.choices[0].message.content == free_again.choices[0].message.content
     # Alone, and with its prefix in the cache.
     assert (await ask(client, response_format=form)).choices[0].message.content == joined
+
+
+class Person(BaseModel):
+    name: Annotated[str, Field(max_length=20)]
+    age: Annotated[int, Field(ge=0, le=130)]
+    job: Literal["baker", "pilot", "nurse"]
+
+
+async def test_models_of_the_client(client: openai.AsyncOpenAI) -> None:
+    """Chats and responses ask for the same: whole and streamed, they give the same."""
+    asked: dict[str, Any] = {"model": "smollm2", "temperature": 0}
+    chat, response = await asyncio.gather(
+        client.chat.completions.parse(messages=ASK, max_tokens=64, response_format=Person, **asked),
+        client.responses.parse(input=ASK, max_output_tokens=64, text_format=Person, **asked),
+    )
+    assert isinstance(response.output_parsed, Person)
+    assert chat.choices[0].message.parsed == response.output_parsed
+    assert response.status == "completed"
+    async with client.responses.stream(input=ASK, max_output_tokens=64, text_format=Person, **asked) as stream:
+        pieces = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+        final = await stream.get_final_response()
+    assert len(pieces) > 5
+    assert "".join(pieces) == final.output_text == response.output_text
+    assert final.output_parsed == response.output_parsed
+    assert final.usage is not None
+    assert final.usage.output_tokens == response.usage.output_tokens  # type: ignore[union-attr]
 
 
 async def test_regex_choice_and_grammar(client: openai.AsyncOpenAI) -> None:

@@ -3,10 +3,11 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system
@@ -129,6 +130,45 @@ def test_each_continuation_calls_for_itself(client: openai.OpenAI) -> None:
         (call,) = choice.message.tool_calls or ()
         assert choice.finish_reason == "tool_calls"
         check(call.function.name, call.function.arguments)
+
+
+class Weather(BaseModel):
+    """Tells the weather of a city."""
+
+    city: Annotated[str, Field(max_length=20)]
+    unit: Literal["celsius", "fahrenheit"]
+
+
+def test_a_tool_that_is_a_model_of_the_client(client: openai.OpenAI) -> None:
+    """Chats and responses, streamed, ask for the same and get the same call; its result goes back."""
+    once: dict[str, Any] = {"tools": [openai.pydantic_function_tool(Weather)], "parallel_tool_calls": False}
+    with client.chat.completions.stream(**ASK | once, tool_choice="required") as stream:
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, Weather)
+    asked: dict[str, Any] = {"model": "smollm2", "temperature": 0} | once
+    question: list[Any] = ASK["messages"]
+    with client.responses.stream(input=question, tool_choice="required", **asked) as events:
+        (item,) = events.get_final_response().output
+    assert item.type == "function_call"
+    assert item.parsed_arguments == call.function.parsed_arguments
+    result = {"type": "function_call_output", "call_id": item.call_id, "output": "18 degrees"}
+    history: list[Any] = [*question, item, result]
+    answer = client.responses.parse(input=history, tool_choice="none", max_output_tokens=16, **asked)
+    assert answer.output_text
+    assert [item.type for item in answer.output] == ["message"]
+
+
+def test_strict_tools_leave_free_text_as_it_is(client: openai.OpenAI) -> None:
+    answers = []
+    for strict in (False, True):
+        tools = [{"type": "function", "function": TOOLS[1]["function"] | {"strict": strict}}]
+        hello = [{"role": "user", "content": "Say hello."}]
+        (choice,) = client.chat.completions.create(
+            **ASK | {"messages": hello, "tools": tools, "max_tokens": 24}
+        ).choices
+        assert choice.message.tool_calls is None
+        answers.append(choice.message.content)
+    assert answers[0] == answers[1]
 
 
 def test_what_no_grammar_can_say_is_refused_by_the_tools_name(client: openai.OpenAI) -> None:

@@ -6,6 +6,7 @@ import grpc
 import openai
 import pytest
 from google.protobuf.json_format import MessageToDict
+from pydantic import BaseModel
 
 from fulcrum.v1 import inference_pb2 as pb
 
@@ -190,6 +191,30 @@ def test_each_choice_has_its_own_calls(client, engine, kit, stream):
         if choice.finish_reason:
             ends[choice.index] = choice.finish_reason
     assert (arguments, ends) == ({0: "", 1: "{}"}, {0: "stop", 1: "tool_calls"})
+
+
+class Weather(BaseModel):
+    city: str
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_models_of_the_client(client, engine, kit, stream):
+    """The client's helpers: a Pydantic model as a tool, and one as the answer's format."""
+    pieces = [delta(text='{"city": '), delta(text='"Ulm"}'), delta(calls=[(0, "c", "Weather", '{"city"')])]
+    engine.script = plays(kit, *pieces, delta(calls=[(0, "", "", ': "Bonn"}')]))
+    asked = kit.CHAT | {"tools": [openai.pydantic_function_tool(Weather)], "response_format": Weather}
+    if stream:
+        with client.chat.completions.stream(**asked) as events:
+            answer = events.get_final_completion()
+    else:
+        answer = client.chat.completions.parse(**asked)
+    message = answer.choices[0].message
+    assert message.parsed == Weather(city="Ulm")
+    assert message.tool_calls[0].function.parsed_arguments == Weather(city="Bonn")
+    sent = engine.calls[0].request
+    assert sent.chat.tools[0].strict
+    for schema in (sent.json_schema, sent.chat.tools[0].parameters_json):
+        assert json.loads(schema)["required"] == ["city"]
 
 
 def test_an_answer_goes_back_as_it_came_with_the_tools_results(client, engine, kit):

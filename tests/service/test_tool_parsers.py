@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from service.detokenizer import Detokenizer
 from service.parsers.events import Arguments, CallEnd, CallStart, Content, Reasoning
-from service.parsers.forced import behind_reasoning, calls_form
+from service.parsers.forced import behind_reasoning, calls_form, free_form
 from service.parsers.output_parser import OutputParser
 from service.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, Formats
 from service.parsers.think import Think
@@ -459,6 +459,20 @@ def test_a_forced_output_is_calls_and_is_read_as_such(name):
     assert not accepts(named, text(("g", "{}"), ("g", "{}")))
     with pytest.raises(KeyError):
         calls_form(TOOL_PARSERS[name], FORCED, only="stranger")
+
+
+@pytest.mark.parametrize(("name", "texts"), [("hermes", ["Hi ", "\n", " Bye"]), ("llama3_json", ["", "; ", ""])])
+def test_calls_in_a_free_output_follow_their_schemas(name, texts):
+    form, (before, between, behind) = FORMS[name][0], texts
+    grammar = free_form(TOOL_PARSERS[name], FORCED)
+    good = before + form.format("f", '{"at": 3}') + between + form.format("g", "{}") + behind
+    parser = OutputParser(None, TOOL_PARSERS[name](NAMES))
+    assert parsed(parser, good)[2] == [("f", '{"at": 3}'), ("g", "{}")]
+    for text in (good, "", "Hi", " \n Hi {", 'It is {"name": "f"}'):
+        assert accepts(grammar, text), text
+    for call in (("f", '{"at": "3"}'), ("f", "{}"), ("g", '{"a": 1}'), ("stranger", "{}")):
+        assert not accepts(grammar, before + form.format(*call) + behind), call
+    assert free_form(TOOL_PARSERS["mistral"], FORCED) is None
 
 
 def test_a_forced_output_may_be_thought_about():

@@ -319,6 +319,8 @@ async def test_markers_that_are_special_tokens_are_seen(make_core, serving, byte
         asked = request({"tool_choice": pb.ToolChoice(function="now")})
         assert answer(await generate(server, asked))[:3] == ("", "", [("now", "{}")])
         assert core.requests[-1].prompt[-1] == mark
+        await generate(server, request({"tools": [tool(parameters_json=STRICT, strict=True)]}))
+        assert not core.requests[-1].grammar  # under one the marker could not come
         core.reply = writes([*b"Hm. ", mark, 256, *b"x"])
         stop = pb.StoppingCriteria(stop=["CALLS]"])
         content, _, _, finished = answer(await generate(server, request(stopping=stop)))
@@ -402,6 +404,41 @@ async def test_a_call_that_must_come_is_a_grammar(make_core, serving, template, 
     async with serving(core, chat_template=path, tool_parser="none") as server:
         error = await refusal(server, request({"tool_choice": NOW}), details)
         assert (error.code, error.reason) == (CODE.FAILED_PRECONDITION, "TOOLS_UNSUPPORTED")
+
+
+STRICT = (
+    '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": false}'
+)
+
+
+def strictly(name, arguments):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+async def test_strict_tools_hold_also_where_the_model_chooses(make_core, serving, template, details):
+    core = make_core()
+    accepts = partial(last_grammar_accepts, core)
+    core.reply = writes("Hi")
+    offered = [tool("f", parameters_json=STRICT, strict=True), tool("g", parameters_json=STRICT, strict=False)]
+    good, bad = strictly("f", '{"a": 1}'), strictly("f", '{"a": ""}')
+    path = template('{{ tools }}{{ messages[0].content }}{# </think><tool_call>"arguments" #}')
+    async with serving(core, chat_template=path) as server:
+        await generate(server, request({"tools": offered}))
+        assert core.requests[-1].grammar
+        loose = strictly("g", '{"b": []}')
+        assert all(map(accepts, ("", "Hi", good, f"Hi {good}\n{loose}", f"<think>{bad}</think>\n\n{good} Bye")))
+        assert not any(map(accepts, (bad, f"Hi {good}{bad}", f"<think>Hm</think>\n\n{bad}", strictly("h", "{}"))))
+        await generate(server, request({"tools": offered}, regex="x+"))
+        assert all(map(accepts, ("xx", good)))
+        assert not any(map(accepts, (bad, "Hi", f"x{good}")))
+        none = pb.ToolChoice(mode=pb.ToolChoice.MODE_NONE)
+        for chat in ({"tools": offered, "tool_choice": none}, {"tools": offered[1:]}):
+            await generate(server, request(chat))
+            assert not core.requests[-1].grammar
+        odd = [tool(parameters_json='{"contains": {}}', strict=True)]
+        for constraint, field in (({}, "chat.tools"), ({"regex": "x"}, "chat.tools"), ({"regex": "("}, "regex")):
+            error = await refusal(server, request({"tools": odd}, **constraint), details)
+            assert (error.reason, error.fields) == ("INVALID_GRAMMAR", [field])
 
 
 # field and value, a text that follows it, a text that does not
