@@ -16,7 +16,7 @@ from telemetry.logs import about
 
 _LABEL_LENGTH = 128
 # A caller's clock began before the request arrived here, so that its deadline passes a little before ours.
-_TRAVEL_SECONDS = 0.05
+_TRAVEL_SECONDS = 0.25
 _ENDINGS = {
     grpc.StatusCode.ABORTED: "abort",
     grpc.StatusCode.DEADLINE_EXCEEDED: "deadline",
@@ -36,6 +36,7 @@ class Record:
         label: as in label_of.
         arrival, accepted, started, first, last, ended: when it came, was queued, was first scheduled, had its first and
             its last token, and ended.
+        marks: what was done to its prompt, and when.
         cached_tokens: of the prompt.
         tokens: generated, of all sequences that have finished.
         reasons: how its sequences have ended, each one of FINISHES.
@@ -49,6 +50,7 @@ class Record:
         self.metadata = metadata
         self.request_id = self.model = "-"
         self.accepted = self.started = self.first = self.last = self.ended = 0.0
+        self.marks: list[tuple[str, float]] = []
         self.reasons: list[str] = []
         self.error = ""
         self.prompt_tokens = self.cached_tokens = self.max_tokens = self.tokens = 0

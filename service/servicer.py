@@ -98,7 +98,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             text = f"{asked.constraint.kind} and a call that must come exclude each other"
             raise invalid([Violation("chat.tool_choice", text)])
         field, prompt, reading, rendered = await self._prompt(request)
-        marks = [("rendered", rendered)] if rendered else []
+        marks = record.marks
+        if rendered:
+            marks.append(("rendered", rendered))
         marks.append(("tokenized", time.monotonic()))
         params = fit(asked, prompt, field, core.info)
         grammar = await self._grammar(asked.constraint, reading)

@@ -19,6 +19,7 @@ def export(tracer: Tracer, record: Record) -> None:
         }
     )
     events: tuple[tuple[str, float, dict[str, object]], ...] = (
+        *((name, at, {}) for name, at in record.marks),
         ("accepted", record.accepted, {}),
         ("started", record.started, {"cached_tokens": record.cached_tokens}),
         ("first token", record.first, {}),

@@ -215,7 +215,7 @@ def test_a_trace_leads_from_http_to_the_core(told: SimpleNamespace) -> None:
     times += [call.end_time_unix_nano, http_span.end_time_unix_nano]
     slack = 1_000_000  # each is converted by a reading of two clocks of its own
     assert all(before <= after + slack for before, after in itertools.pairwise(times))
-    assert [event.name for event in call.events] == ["accepted", "started", "first token", "finished"]
+    assert [event.name for event in call.events] == ["tokenized", "accepted", "started", "first token", "finished"]
     attributes = {each.key: each.value for each in call.attributes}
     assert attributes["gen_ai.usage.input_tokens"].int_value == 40
     assert attributes["gen_ai.usage.output_tokens"].int_value == 4

@@ -12,8 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.messages import CoreStats
 from engine.request import FinishReason
 from fulcrum.v1 import inference_pb2 as pb
+from service.errors import draining
 from service.figures import Figures
 from service.metrics import VLLM_NAMES
+from service.record import ending
 
 EOS = 257
 
@@ -116,6 +118,21 @@ async def test_every_end_is_counted_once(make_core, serving, act, reason, vllm_r
     assert value(samples, "fulcrum_engine_up") == alive
     assert (("fulcrum_engine_live_requests", frozenset()) in samples) == alive
     assert value(samples, "fulcrum_service_calls_total", method="Generate", code="INVALID_ARGUMENT") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "remaining", "reason"),
+    [
+        (asyncio.CancelledError(), None, "cancel"),
+        (asyncio.CancelledError(), 60.0, "cancel"),
+        (asyncio.CancelledError(), 0.0, "deadline"),
+        (grpc.aio.InternalError(), 0.01, "deadline"),
+        (draining(), 60.0, "unavailable"),
+        (ValueError(), 0.0, "error"),
+    ],
+)
+def test_a_caller_that_leaves_at_his_deadline_has_run_out_of_time(error, remaining, reason):
+    assert ending(error, remaining) == reason
 
 
 async def test_sequences_that_ended_and_those_that_did_not(make_core, serving):
