@@ -39,9 +39,6 @@ class Counter:
         """Adds to what these values of the labels have. Raises KeyError for unknown ones."""
         self._values[self._places[key]] += by
 
-    def __getitem__(self, key: tuple[str, ...]) -> float:
-        return self._values[self._places[key]]
-
 
 class Histogram:
     """Counts by size."""

@@ -440,7 +440,8 @@ async def test_a_caller_that_goes_while_it_is_refused_is_no_fault():
     handler = await guard.intercept_service(continuation, SimpleNamespace(method="/x/Generate", invocation_metadata=()))
     with pytest.raises(asyncio.CancelledError):
         await handler.unary_stream(b"", Gone())
-    assert figures.calls["Generate", "UNAVAILABLE"] == 1
+    calls = next(metric for metric in figures.metrics() if metric.name == "fulcrum_service_calls")
+    assert [(each.labels, each.value) for each in calls.samples] == [({"method": "Generate", "code": "UNAVAILABLE"}, 1)]
 
 
 async def test_a_unix_socket_that_is_served_is_not_taken_over_but_a_dead_one_is(make_core, serving, tmp_path):
