@@ -8,7 +8,9 @@ Nothing is sent for a step but masks: a row's numbers lie in a table, its tokens
 no sampling. Shapes: N samples of a step (with padding; several may be of one row), V tokens of the vocabulary.
 """
 
+import struct
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import triton
@@ -47,13 +49,12 @@ def pack_adjustments(
     Raises:
         ValueError: they do not fit.
     """
-    floats = np.array([repetition, presence, frequency, *bias.values()], np.float32).view(np.int32)
-    pairs = np.column_stack((np.fromiter(bias, np.int32, len(bias)), floats[3:]))
-    header = (*floats[:3], prompt_length, len(bias), len(barred), barred_until, 0)
-    packed = np.array([*header, *pairs.ravel(), *barred], np.int32)
-    if len(packed) > TABLE_WIDTH:
+    if _HEADER.value + 2 * len(bias) + len(barred) > TABLE_WIDTH:
         raise ValueError(f"{len(bias)} biased and {len(barred)} barred token ids are too many for one sequence")
-    return packed
+    header = (repetition, presence, frequency, prompt_length, len(bias), len(barred), barred_until, 0)
+    # One call: numpy takes several microseconds for each piece.
+    octets = struct.pack(f"<3f5i{'if' * len(bias)}{len(barred)}i", *header, *chain.from_iterable(bias.items()), *barred)
+    return np.frombuffer(octets, np.int32)
 
 
 @triton.jit

@@ -112,7 +112,7 @@ def make_adjust(logits: Tensor, rows: list[SamplingParams], ids: Tensor, history
             barred=(),
             barred_until=0,
         )
-        entry[: len(packed)] = torch.from_numpy(packed)
+        entry[: len(packed)] = torch.tensor(packed)
     table = table.to("cuda")
     adjusted = torch.empty(logits.shape, dtype=torch.float32, device="cuda")
     counts = torch.zeros(logits.shape, dtype=torch.int32, device="cuda")

@@ -16,7 +16,7 @@ def table_of(settings, device):
     table = torch.full((len(settings), TABLE_WIDTH), 77, dtype=torch.int32)
     for row, each in zip(table, settings, strict=True):
         packed = pack_adjustments(**{**OFF, "barred_until": 0, **each})
-        row[: len(packed)] = torch.from_numpy(packed)
+        row[: len(packed)] = torch.tensor(packed)
     return table.to(device)
 
 
