@@ -12,9 +12,9 @@ from typing import NoReturn
 from cli.child import STOP_SECONDS, Child, ChildDied
 from cli.report import EngineReport
 from cli.signals import Stopped, StopSignals, first, unless
-from engine.client import CoreClient, CoreDied
+from engine.client import CoreClient
 from engine.config import EngineConfig
-from engine.process import CoreProcess
+from engine.process import CoreEnded, CoreProcess
 from service.config import ServiceConfig
 from service.server import BoundAddresses, serve
 
@@ -31,6 +31,7 @@ async def run_engine(
     workers: Sequence[Sequence[str]],
     variables: Mapping[str, str],
     log_format: str,
+    restarts: int,
 ) -> None:
     """Serves until a signal, then drains.
 
@@ -41,6 +42,7 @@ async def run_engine(
         workers: command lines of the processes that serve instead of this one; empty: this one serves.
         variables: environment variables for these, which carry their secrets.
         log_format: of the core (telemetry.logs.FORMATS).
+        restarts: of a core that dies (engine.process.CoreProcess).
 
     Raises:
         ModelError: the model cannot be served.
@@ -50,27 +52,27 @@ async def run_engine(
     signals = StopSignals()
     with contextlib.suppress(Stopped):
         async with contextlib.AsyncExitStack() as stack:
-            start = CoreProcess.start(config, progress=sys.stderr.isatty(), log_format=log_format)
+            progress = sys.stderr.isatty()
+            start = CoreProcess.start(config, progress=progress, log_format=log_format, restarts=restarts)
             core = await unless(stack.enter_async_context(start), signals.stopped())
+            keeping = asyncio.create_task(_keep(core))
+            stack.push_async_callback(_cancel, keeping)
             if workers:
                 lines = [
                     (line[0], f"--core={core.socket}", f"--own-address=unix:{core.socket.parent}/{number}", *line[1:])
                     for number, line in enumerate(workers)
                 ]
-                await _run_workers(lines, variables, core, grace=service.grace_seconds, signals=signals, ready=ready)
+                await _run_workers(lines, variables, keeping, grace=service.grace_seconds, signals=signals, ready=ready)
                 return
             if service.tls_cert is not None:  # the gateway beside it needs no certificate
                 service = replace(service, own_address=f"unix:{core.socket.parent}/0")
-            try:
-                await serve_core(service, core.socket, ready, signals)
-            except CoreDied as error:
-                raise ChildDied(CORE, await core.wait()) from error
+            await serve_core(service, core.socket, ready, signals, keeping)
 
 
 async def _run_workers(
     lines: Sequence[Sequence[str]],
     variables: Mapping[str, str],
-    core: CoreProcess,
+    keeping: asyncio.Task[NoReturn],
     *,
     grace: float,
     signals: StopSignals,
@@ -78,25 +80,46 @@ async def _run_workers(
 ) -> None:
     """Runs the service processes of a core until a signal."""
     workers: list[Child] = []
+
+    async def kept() -> NoReturn:
+        await asyncio.shield(keeping)
+
     try:
         for number, line in enumerate(lines):
             workers.append(await Child.start(f"service worker {number}", line, variables))
-        reports = await unless(asyncio.gather(*(worker.ready() for worker in workers)), signals.stopped(), _ended(core))
+        reports = await unless(asyncio.gather(*(worker.ready() for worker in workers)), signals.stopped(), kept())
         addresses = [address for report in reports for address in report["process_addresses"]]
         ready(replace(EngineReport(**reports[0]), process_addresses=addresses))
-        await unless(signals.stopped(), _ended(core), *(worker.died() for worker in workers))
+        await unless(signals.stopped(), kept(), *(worker.died() for worker in workers))
     finally:
         await asyncio.gather(*(worker.stop(grace + STOP_SECONDS, signals.hurry) for worker in workers))
 
 
-async def _ended(core: CoreProcess) -> NoReturn:
-    raise ChildDied(CORE, await core.wait())
+async def _keep(core: CoreProcess) -> NoReturn:
+    try:
+        await core.keep()
+    except CoreEnded as error:
+        raise ChildDied(CORE, error.status) from error
 
 
-async def serve_core(service: ServiceConfig, core: Path, ready: Ready, signals: StopSignals | None = None) -> None:
+async def _cancel(task: asyncio.Task[NoReturn]) -> None:
+    task.cancel()
+    await asyncio.wait((task,))
+
+
+async def serve_core(
+    service: ServiceConfig,
+    core: Path,
+    ready: Ready,
+    signals: StopSignals | None = None,
+    keeping: asyncio.Task[NoReturn] | None = None,
+) -> None:
     """Serves a running core from this process until a signal, then drains; a second signal cuts the drain short.
 
-    Raises: CoreDied, OSError.
+    Args:
+        keeping: of the core; what it raises ends the service as well. None: somebody else keeps it.
+
+    Raises: CoreDied, OSError, ChildDied.
     """
     signals = signals or StopSignals()
     client = await CoreClient.connect(core)
@@ -126,14 +149,13 @@ async def serve_core(service: ServiceConfig, core: Path, ready: Ready, signals: 
     stop = asyncio.Event()
     serving = asyncio.create_task(serve(service, client, ready=report, stop=stop))
     try:
-        await first(serving, client.closed(), signals.drain.wait())
-        died = not serving.done() and not signals.drain.is_set()
-        stop.set()  # after a death too: the service tells every caller, then ends
+        await first(serving, signals.drain.wait(), *(() if keeping is None else (keeping,)))
+        stop.set()
         await first(serving, signals.hurry.wait())
         if serving.done():
             serving.result()
-        if died:
-            raise CoreDied("the engine core is gone")
+        if keeping is not None and keeping.done():
+            keeping.result()
     finally:
         serving.cancel()
         await asyncio.wait((serving,))

@@ -175,6 +175,12 @@ engine_settings = together(
         help="Applied to the logits, in order.",
     ),
     option(
+        "--step-timeout",
+        default=300.0,
+        type=click.FloatRange(min=0),
+        help="Seconds that a step may take before the core says where it hangs, and is started again (0: any time).",
+    ),
+    option(
         "--trace-requests",
         default=0,
         type=click.IntRange(min=0),
@@ -221,6 +227,12 @@ service_settings = together(
         "--share-prefixes/--no-share-prefixes",
         default=False,
         help="Share cached prefixes between tenants too, where a request has no salt.",
+    ),
+    option(
+        "--core-restarts",
+        default=5,
+        type=click.IntRange(min=0),
+        help="Start a core that died again, until it has died so often within a minute of its start.",
     ),
     option(
         "--service-workers",

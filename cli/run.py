@@ -92,6 +92,7 @@ def serve_engine(params: Params, service_worker: click.Command) -> None:
             ready=ready,
             workers=[worker(number) for number in range(count)] if count > 1 else (),
             log_format=params["log_format"],
+            restarts=params["core_restarts"],
             variables=settings.key_variables(service.api_keys, gateway_keys=service.gateway_keys),
         )
         run(work, _fast_loop())

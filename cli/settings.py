@@ -58,6 +58,7 @@ def engine_config(params: Params, model: Path) -> EngineConfig:
             cuda_graphs=params["cuda_graphs"],
             attention=params["attention"],
             logits_processors=params["logits_processor"],
+            step_timeout=params["step_timeout"],
             trace_requests=params["trace_requests"],
             threads=params["threads"],
         )

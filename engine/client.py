@@ -5,7 +5,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -39,6 +39,15 @@ from engine.trace import StepTrace, TraceEvent
 
 _Reply = TypeVar("_Reply", StatsReply, CountReply, AbortReply, GrammarReply, TraceReply, StepsReply)
 _Event = RequestStart | list[SequenceOutput]
+
+
+_RECONNECT_SECONDS = 0.1
+
+
+class _Connection(NamedTuple):
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    info: CoreInfo
 
 
 class CoreDied(Exception):
@@ -142,19 +151,22 @@ class CoreClient:
         draining: whether the core has stopped taking requests.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, info: CoreInfo) -> None:
-        self.info = info
-        self.draining = False
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, socket: Path, connection: _Connection) -> None:
+        self._socket = socket
+        self._call_ids = itertools.count(1)
         self._encode = msgspec.msgpack.Encoder().encode
+        self._begin(connection)
+
+    def _begin(self, connection: _Connection) -> None:
+        """All that is known of one core process."""
+        self._reader, self._writer, self.info = connection
+        self.draining = False
         self._streams: dict[str, RequestStream] = {}
         # By id: answers still to come to submits whose caller has gone. The id may be in use again by then.
         self._unclaimed: Counter[str] = Counter()
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._grammars: set[str] = set()  # that the core has said to hold
         self._knows_vocabulary = False
-        self._call_ids = itertools.count(1)
         self._closed = asyncio.Event()
         self._state_changed = asyncio.Event()
         self._reading = asyncio.create_task(self._read())
@@ -162,14 +174,18 @@ class CoreClient:
     @classmethod
     async def connect(cls, socket: Path) -> Self:
         """Raises OSError where nobody listens, CoreDied when the core goes before it has said what it serves."""
-        reader, writer = await asyncio.open_unix_connection(str(socket), limit=1 << 20)
-        try:
-            first = await _read_message(reader)
-        except (asyncio.IncompleteReadError, OSError) as error:
-            raise CoreDied("the engine core closed the connection") from error
-        if not isinstance(first, CoreInfo):
-            raise CoreDied(f"the engine core began with {type(first).__name__}")
-        return cls(reader, writer, first)
+        return cls(socket, await _open(socket))
+
+    async def reconnect(self) -> None:
+        """Once the connection is lost: returns when a core serves the socket again. It knows nothing of before."""
+        while True:
+            try:
+                connection = await _open(self._socket)
+            except (OSError, CoreDied):
+                await asyncio.sleep(_RECONNECT_SECONDS)
+            else:
+                self._begin(connection)
+                return
 
     # --- requests
 
@@ -371,6 +387,17 @@ class CoreClient:
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(error)
+
+
+async def _open(socket: Path) -> _Connection:
+    reader, writer = await asyncio.open_unix_connection(str(socket), limit=1 << 20)
+    try:
+        first = await _read_message(reader)
+    except (asyncio.IncompleteReadError, OSError) as error:
+        raise CoreDied("the engine core closed the connection") from error
+    if not isinstance(first, CoreInfo):
+        raise CoreDied(f"the engine core began with {type(first).__name__}")
+    return _Connection(reader, writer, first)
 
 
 _decode = msgspec.msgpack.Decoder(FromCore).decode

@@ -26,7 +26,7 @@ _MOST_GUESSED = 128
 _LEAST = {
     **dict.fromkeys(("page_size", "max_num_seqs", "max_num_batched_tokens", "speculative_length", "threads"), 1),
     **dict.fromkeys(("max_queue_requests", "max_queue_tokens"), 1),
-    **dict.fromkeys(("look_ahead", "trace_requests"), 0),
+    **dict.fromkeys(("look_ahead", "trace_requests", "step_timeout"), 0),
     "max_model_len": 2,
 }
 
@@ -62,6 +62,7 @@ class EngineConfig:
         speculative_length: most tokens guessed for a sequence in a step.
         speculative_window: shortest and longest run of tokens that is looked for.
         logits_processors: "package.module:Class" of user logits processors, applied in order.
+        step_timeout: seconds that a step may take before the process gives up and says where it hangs; 0: any time.
         trace_requests: the last so many requests, and 8 times as many steps, are kept as timelines; 0: none.
         threads: torch threads on the CPU (None: the cores this process may use).
         seed: of dummy weights (None: 0), and of the seeds minted for requests without one (None: new at every start).
@@ -91,6 +92,7 @@ class EngineConfig:
     speculative_length: int = 8
     speculative_window: tuple[int, int] = (2, 4)
     logits_processors: tuple[str, ...] = ()
+    step_timeout: float = 300.0
     trace_requests: int = 0
     threads: int | None = None
     seed: int | None = None

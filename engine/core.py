@@ -165,6 +165,12 @@ class EngineCore:
         stats.step_rows[bisect_left(STEP_BOUNDS, rows)] += 1
         stats.step_tokens[bisect_left(STEP_BOUNDS, tokens)] += 1
 
+    def describe(self) -> str:
+        """What is being worked on, for who looks on from another thread."""
+        steps = [one.step for one in list(self._in_flight)]
+        waiting = "; ".join(f"step {step.step_id}, {len(step.works)} rows, {step.num_tokens} tokens" for step in steps)
+        return f"{self.scheduler.num_running} sequences run; in flight: {waiting or 'nothing'}"
+
     def stats(self) -> CoreStats:
         """Gauges of this moment and counters since the start."""
         stats = self.scheduler.stats

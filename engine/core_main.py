@@ -15,6 +15,7 @@ from typing import TextIO
 
 from engine.model.errors import ModelError
 from engine.process import config_from_json
+from engine.watchdog import Watchdog
 from telemetry.logs import formatter
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ def main() -> int:
     handler.setFormatter(formatter(settings["log_format"], "core"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
-        core, info = build_core(config_from_json(settings["config"]), progress=settings["progress"])
+        config = config_from_json(settings["config"])
+        core, info = build_core(config, progress=settings["progress"])
     except (ModelError, ValueError) as error:
         _answer(reply, error=str(error))
         return 1
@@ -44,7 +46,8 @@ def main() -> int:
         logger.exception("the engine could not be made")
         _answer(reply, error=f"{type(error).__name__}: {error}")
         return 1
-    server = CoreServer(core, info, Path(sys.argv[1]), lifeline=sys.stdin.buffer)
+    watchdog = Watchdog(config.step_timeout, core.describe) if config.step_timeout else None
+    server = CoreServer(core, info, Path(sys.argv[1]), lifeline=sys.stdin.buffer, watchdog=watchdog)
     # A service manager sends it to all processes at once: the parent drains first, and needs the core for that.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # What exists now lives as long as the process: the collector need not look at it again.

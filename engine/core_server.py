@@ -43,6 +43,7 @@ from engine.messages import (
 )
 from engine.request import FinishReason, RequestRejected
 from engine.sequence import SequenceUpdate
+from engine.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -89,13 +90,22 @@ class CoreServer:
         core: the engine core, used by this object alone.
         info: what clients are told first.
         path: where the Unix socket is made (0600).
+        watchdog: watches each turn of the core.
         lifeline: a pipe whose end of file means that the parent has gone, and so must we.
     """
 
-    def __init__(self, core: EngineCore, info: CoreInfo, path: Path, lifeline: BinaryIO | None = None) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        info: CoreInfo,
+        path: Path,
+        lifeline: BinaryIO | None = None,
+        watchdog: Watchdog | None = None,
+    ) -> None:
         self._core = core
         self._info = info
         self._stopping = False
+        self._watchdog = watchdog
         self._owners: dict[str, _Connection] = {}
         self._connections: dict[socket.socket, _Connection] = {}
         self._selector = selectors.DefaultSelector()
@@ -144,7 +154,11 @@ class CoreServer:
                     self._flush()
                 self._flush()
                 if self._core.has_work:
+                    if self._watchdog:
+                        self._watchdog.begin()
                     self._route(self._core.turn())
+                    if self._watchdog:
+                        self._watchdog.end()
                     self._flush()
                     self._log.tick(time.monotonic() - began)
         finally:

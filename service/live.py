@@ -22,14 +22,14 @@ class LiveCalls:
         self._idle = asyncio.Event()
         self._idle.set()
         self._refusal: Callable[[], ApiError] | None = None
-        self._end: Callable[[], ApiError] | None = None
+        self._ended: dict[asyncio.Timeout, Callable[[], ApiError]] = {}
 
     def __len__(self) -> int:
         return len(self._scopes)
 
     @asynccontextmanager
     async def call(self) -> AsyncIterator[None]:
-        """Holds one open call. Raises the ApiError of `refuse` at the start, of `end` at whatever the body awaits."""
+        """Holds an open call. Raises the ApiError of `refuse` at once, that of `interrupt` where it waits."""
         if self._refusal is not None:
             raise self._refusal()
         scope = asyncio.timeout(self._timeout)
@@ -41,12 +41,13 @@ class LiveCalls:
         except TimeoutError:
             if not scope.expired():
                 raise
-            if self._end is not None:
-                raise self._end() from None
+            if scope in self._ended:
+                raise self._ended[scope]() from None
             text = f"the server's limit of {self._timeout:g} s for a request has passed"
             raise ApiError(grpc.StatusCode.DEADLINE_EXCEEDED, "REQUEST_TIMEOUT", text) from None
         finally:
             self._scopes.discard(scope)
+            self._ended.pop(scope, None)
             if not self._scopes:
                 self._idle.set()
 
@@ -56,10 +57,15 @@ class LiveCalls:
 
     def end(self, error: Callable[[], ApiError]) -> int:
         """Refuses new calls and ends every open one, also one that waits for its reader. Returns how many were open."""
-        self._refusal = self._end = error
+        self._refusal = error
+        return self.interrupt(error)
+
+    def interrupt(self, error: Callable[[], ApiError]) -> int:
+        """Ends every open call, also one that waits for its reader; new ones are taken. Returns how many were open."""
         now = asyncio.get_running_loop().time()
         for scope in self._scopes:
             if not scope.expired():
+                self._ended[scope] = error
                 scope.reschedule(now)
         return len(self._scopes)
 

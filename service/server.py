@@ -68,7 +68,7 @@ async def serve(
 ) -> None:
     """Serves until `stop` is set, then drains: NOT_SERVING, nothing new, running calls end within the grace.
 
-    When the core dies, every call ends UNAVAILABLE and health turns NOT_SERVING; the process says so until `stop`.
+    When the core dies, every call ends UNAVAILABLE, and health is NOT_SERVING until one serves the same socket again.
 
     Args:
         config: settings.
@@ -90,8 +90,7 @@ async def serve(
         model.prompts.tokenizer, core.info.vocab_size, core.info.eos_token_ids, seconds=config.grammar_timeout
     )
     health = HealthServicer()
-    for service in ("", INFERENCE, ADMIN):
-        await health.set(service, health_pb2.HealthCheckResponse.SERVING)
+    await _set_health(health, health_pb2.HealthCheckResponse.SERVING)
 
     async with AsyncExitStack() as cleanup:
         cleanup.callback(model.prompts.close)
@@ -157,11 +156,26 @@ async def serve(
 
 
 async def _watch_core(core: CoreClient, live: LiveCalls, health: HealthServicer) -> None:
-    """Tells health when the core drains, and everybody when it dies."""
-    await core.state_changed()
-    await health.enter_graceful_shutdown()
-    await core.closed()
-    logger.error("the engine core is gone: %d requests are ended", live.end(engine_dead))
+    """Tells health when the core drains, and everybody when it dies; then waits for the next one."""
+    while True:
+        await core.state_changed()
+        draining = core.draining
+        if draining:
+            await health.enter_graceful_shutdown()
+        await core.closed()
+        await _set_health(health, health_pb2.HealthCheckResponse.NOT_SERVING)
+        logger.error("the engine core is gone: %d requests are ended", live.interrupt(engine_dead))
+        await core.reconnect()
+        if draining:  # which is for good
+            await core.drain()
+        logger.warning("the engine core serves again")
+        await _set_health(health, health_pb2.HealthCheckResponse.SERVING)
+
+
+async def _set_health(health: HealthServicer, status: int) -> None:
+    """Does nothing any more once health is shut down."""
+    for service in ("", INFERENCE, ADMIN):
+        await health.set(service, status)
 
 
 def _figures(config: ServiceConfig) -> Figures:

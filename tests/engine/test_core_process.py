@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from engine.client import CoreClient, CoreDied
 from engine.config import EngineConfig
 from engine.model.errors import ModelError
-from engine.process import CoreProcess, config_from_json, config_to_json
+from engine.process import CoreEnded, CoreProcess, config_from_json, config_to_json
 from engine.request import FinishReason, Request, SamplingParams
 
 END_SECONDS = 20
@@ -115,6 +116,58 @@ async def test_a_killed_core_is_noticed_at_once(config: EngineConfig) -> None:
             [event async for event in stream]
         assert await core.wait() == -signal.SIGKILL
         await client.close()
+
+
+async def test_a_core_that_dies_is_started_again_but_not_for_ever(config: EngineConfig, monkeypatch) -> None:
+    monkeypatch.setattr("engine.process._FIRST_PAUSE", 0.01)
+    async with CoreProcess.start(config, progress=False, restarts=1) as core:
+        keeping = asyncio.create_task(core.keep())
+        client = await CoreClient.connect(core.socket)
+        first, stream = core.pid, await client.submit(request("a", max_tokens=2000))
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(CoreDied):
+            [event async for event in stream]
+        with pytest.raises(CoreDied):
+            await client.stats()
+        await client.reconnect()
+        assert core.pid != first
+        stream = await client.submit(request("a", max_tokens=3))
+        outputs = [output async for event in stream if isinstance(event, list) for output in event]
+        assert outputs[-1].finish is FinishReason.LENGTH
+        os.kill(core.pid, signal.SIGKILL)
+        with pytest.raises(CoreEnded) as ended:
+            await keeping
+        assert ended.value.status == -signal.SIGKILL
+        await client.close()
+
+
+HANGS = """
+import time
+
+class Hangs:
+    def __init__(self, **about): pass
+
+    def __call__(self, logits, rows):
+        while any(row.params.max_tokens == 77 for row in rows):
+            time.sleep(0.05)
+        return logits
+"""
+
+
+async def test_a_step_that_hangs_is_told_with_its_place(config: EngineConfig, tmp_path, monkeypatch, capfd) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    settings = replace(config, logits_processors=("hangs:Hangs",), step_timeout=1.0)
+    async with CoreProcess.start(settings, progress=False) as core:
+        client = await CoreClient.connect(core.socket)
+        stream = await client.submit(request("a", max_tokens=77))
+        with pytest.raises(CoreDied):
+            [event async for event in stream]
+        assert await core.wait() == 75
+        await client.close()
+    told = capfd.readouterr().err
+    assert "no progress for 1 s: 1 sequences run; in flight: nothing" in told
+    assert f'File "{tmp_path}/hangs.py", line 9 in __call__' in told
 
 
 async def test_it_ends_when_its_parent_is_killed(config: EngineConfig) -> None:

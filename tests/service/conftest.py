@@ -81,6 +81,7 @@ class FakeCore:
         self.reply: Callable[[Request], Iterable[tuple[Any, ...]]] | None = None
         self._changed = asyncio.Event()
         self._closed = asyncio.Event()
+        self._revived = asyncio.Event()
 
     # What the service calls.
 
@@ -141,6 +142,10 @@ class FakeCore:
         self._changed.set()
         return len(self.streams)
 
+    async def reconnect(self) -> None:
+        await self._revived.wait()
+        self.__init__()
+
     async def state_changed(self) -> None:
         await self._changed.wait()
 
@@ -160,6 +165,9 @@ class FakeCore:
             stream.put(SequenceOutput(request_id, index, ids, finish, *logprobs))
             if stream.ended:
                 self.streams.pop(request_id, None)
+
+    def revive(self) -> None:
+        self._revived.set()
 
     def die(self) -> None:
         self._closed.set()

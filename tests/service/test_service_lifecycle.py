@@ -244,6 +244,14 @@ async def test_a_dead_core_ends_every_stream_at_once(make_core, serving, details
             server.admin.Drain(pb.DrainRequest()),
         ):
             assert await code_of(call) is grpc.StatusCode.UNAVAILABLE
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=INFERENCE))
+        assert (await watch.read()).status == Status.NOT_SERVING
+        core.revive()
+        assert (await watch.read()).status == Status.SERVING
+        watch.cancel()
+        call = await begin(server, "again")
+        core.emit("again", 0, [65], FinishReason.LENGTH)
+        assert await end_of(call) is None
 
 
 # -------------------- admin

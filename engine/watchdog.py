@@ -1,0 +1,46 @@
+"""Ends a process whose work does not come to an end, and says where it stands: a device may hang for ever."""
+
+import faulthandler
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+logger = logging.getLogger(__name__)
+
+EXIT_STATUS: Final = 75
+"""What the process ends with: EX_TEMPFAIL of sysexits.h."""
+
+
+class Watchdog:
+    """Watches one thread's work; `begin` and `end` cost it an assignment each.
+
+    Args:
+        seconds: that a piece of work may take.
+        describe: what is being worked on, asked when that has passed.
+    """
+
+    def __init__(self, seconds: float, describe: Callable[[], str]) -> None:
+        self._seconds = seconds
+        self._describe = describe
+        self._began: float | None = None
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def begin(self) -> None:
+        """A piece of work begins."""
+        self._began = time.monotonic()
+
+    def end(self) -> None:
+        """It is done."""
+        self._began = None
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(1.0, self._seconds / 4))
+            began = self._began
+            if began is not None and time.monotonic() - began > self._seconds:
+                logger.critical("no progress for %g s: %s. The stacks of all threads:", self._seconds, self._describe())
+                faulthandler.dump_traceback(all_threads=True)
+                os._exit(EXIT_STATUS)  # nothing of a hanging thread can be unwound
