@@ -97,11 +97,13 @@ class Target:
 class WorkerUsage:
     """CPU time of one worker process in cores: over the whole run, and in its busiest second.
 
+    `busy` is the share of its busiest second in which it ran or waited for a core: how near it was to its limit.
     A run that is shorter than a second counts as one, so that its first milliseconds do not look like saturation.
     """
 
     mean: float
     peak: float
+    busy: float
 
 
 class LoadTestError(Exception):

@@ -4,7 +4,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ NAMES = {
     "e2el": ("E2EL", "End-to-end Latency"),
 }
 SATURATED = 0.8
-"""Share of a core above which a worker process may be what limits the figures."""
+"""Share of a second, running or waiting for a core, above which a worker process may be what limits the figures."""
 
 _WIDTH = 50
 _KINDS_SHOWN = 10
@@ -46,7 +46,7 @@ class Run:
     @property
     def saturated(self) -> bool:
         """Whether the client may have been the limit."""
-        return any(usage.peak > SATURATED for usage in self.usages)
+        return any(usage.busy > SATURATED for usage in self.usages)
 
 
 def print_out(run: Run) -> str:
@@ -90,6 +90,7 @@ def print_out(run: Run) -> str:
     _row(lines, "Worker processes:", len(run.usages))
     _row(lines, "CPU of the busiest worker (cores):", max((usage.mean for usage in run.usages), default=0.0))
     _row(lines, "  in its busiest second:", max((usage.peak for usage in run.usages), default=0.0))
+    _row(lines, "  with its wait for a core:", max((usage.busy for usage in run.usages), default=0.0))
     lines.append("=" * _WIDTH)
     return "\n".join(lines)
 
@@ -104,8 +105,8 @@ def warnings(run: Run) -> list[str]:
         )
     if run.saturated:
         found.append(
-            f"a worker process used more than {SATURATED} of a core: the client may be what limits these "
-            "figures; use more --workers."
+            f"a worker process ran or waited for a core for more than {SATURATED} of a second: the client may be what "
+            "limits these figures; use more --workers, or a machine with idle cores."
         )
     kinds = Counter(record.error for record in run.records if record.error)
     found += [f"failed, {count} times: {error}" for error, count in kinds.most_common(_KINDS_SHOWN)]
@@ -147,7 +148,7 @@ def result_json(run: Run, *, detailed: bool = False) -> dict[str, Any]:
         "token_latencies_void": result.void,
         "cached_tokens": result.cached_tokens,
         "workers": len(run.usages),
-        "client_cpu": [{"mean": usage.mean, "peak": usage.peak} for usage in run.usages],
+        "client_cpu": [asdict(usage) for usage in run.usages],
         "client_saturated": run.saturated,
     }
     if detailed:

@@ -14,10 +14,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol
 
 from loadtest.records import Chain, Prompt, Record, Target, WorkerUsage
 
+_SCHEDSTAT = Path("/proc/self/schedstat")
 _TICK = 0.1  # seconds between two reports of progress
 _WINDOW = 1.0  # seconds over which the busiest moment is measured
 
@@ -127,9 +129,9 @@ class _Worker:
         try:
             start = await self._started
         except asyncio.CancelledError:
-            return WorkerUsage(0.0, 0.0)
+            return WorkerUsage(0.0, 0.0, 0.0)
         await asyncio.sleep(start - time.perf_counter())
-        began, cpu = time.perf_counter(), time.process_time()
+        began, cpu, waited = time.perf_counter(), time.process_time(), _waited()
         load = asyncio.ensure_future(self._load(client, start))
         stop = asyncio.ensure_future(self._stop.wait())
         watch = asyncio.ensure_future(self._watch())
@@ -141,12 +143,14 @@ class _Worker:
             tasks = (load, stop, watch)
             for task in tasks:
                 task.cancel()
-            *_, peak = await asyncio.gather(*tasks, return_exceptions=True)
-        if isinstance(peak, BaseException):
-            raise peak
+            *_, peaks = await asyncio.gather(*tasks, return_exceptions=True)
+        if isinstance(peaks, BaseException):
+            raise peaks
         seconds = max(time.perf_counter() - began, 1e-9)
         mean = (time.process_time() - cpu) / seconds
-        return WorkerUsage(mean, max(peak, mean * min(seconds / _WINDOW, 1)))
+        busy = mean + (_waited() - waited) / seconds
+        part = min(seconds / _WINDOW, 1)
+        return WorkerUsage(mean, max(peaks[0], mean * part), max(peaks[1], busy * part))
 
     async def _load(self, client: _Client, start: float) -> None:
         queue = self._next(start + self._share.seconds)
@@ -180,10 +184,11 @@ class _Worker:
             await client.send(prompt, record)
             self._records.append(record)
 
-    async def _watch(self) -> float:
-        """Reports progress until cancelled; returns the largest share of a core in any whole window."""
-        peak, told = 0.0, 0
-        began, cpu = time.perf_counter(), time.process_time()
+    async def _watch(self) -> tuple[float, float]:
+        """Reports progress until cancelled; the largest share of a window that it ran, and that it ran or waited."""
+        peak = busiest = 0.0
+        told = 0
+        began, cpu, waited = time.perf_counter(), time.process_time(), _waited()
         try:
             while True:
                 await asyncio.sleep(_TICK)
@@ -193,8 +198,17 @@ class _Worker:
                     told = len(self._records)
                 now = time.perf_counter()
                 if now - began >= _WINDOW:
-                    used = time.process_time()
+                    used, queued = time.process_time(), _waited()
                     peak = max(peak, (used - cpu) / (now - began))
-                    began, cpu = now, used
+                    busiest = max(busiest, (used - cpu + queued - waited) / (now - began))
+                    began, cpu, waited = now, used, queued
         except asyncio.CancelledError:
-            return peak
+            return peak, busiest
+
+
+def _waited() -> float:
+    """Seconds for which this process was ready to run and had no core (0 where the system does not count them)."""
+    try:
+        return int(_SCHEDSTAT.read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0

@@ -72,14 +72,14 @@ def test_token_latencies_are_void_when_tokens_come_together(events, void):
     result = metrics([record], 1.0)
     assert result.events_per_token == events / 100
     assert result.void is void
-    run = Run(ABOUT, result, [record], [WorkerUsage(0.1, 0.2)], ("ttft", "tpot", "itl"))
+    run = Run(ABOUT, result, [record], [WorkerUsage(0.1, 0.2, 0.3)], ("ttft", "tpot", "itl"))
     assert print_out(run).count("(VOID)") == (2 if void else 0)
     assert any("void" in warning for warning in warnings(run)) is void
     assert result_json(run)["token_latencies_void"] is void
 
 
 def test_print_out(result):
-    run = Run(ABOUT, result, RECORDS, [WorkerUsage(0.25, 0.5), WorkerUsage(0.5, 0.75)], ("ttft",))
+    run = Run(ABOUT, result, RECORDS, [WorkerUsage(0.25, 0.5, 0.6), WorkerUsage(0.5, 0.75, 0.8)], ("ttft",))
     assert print_out(run) == "\n".join(
         [
             "============ Serving Benchmark Result ============",
@@ -108,6 +108,7 @@ def test_print_out(result):
             "Worker processes:                        2         ",
             "CPU of the busiest worker (cores):       0.50      ",
             "  in its busiest second:                 0.75      ",
+            "  with its wait for a core:              0.80      ",
             "==================================================",
         ]
     )
@@ -115,7 +116,7 @@ def test_print_out(result):
 
 
 def test_a_client_near_saturation_is_warned_of(result):
-    run = Run(ABOUT, result, RECORDS[:3], [WorkerUsage(0.1, 0.2), WorkerUsage(0.6, 0.81)], ("ttft",))
+    run = Run(ABOUT, result, RECORDS[:3], [WorkerUsage(0.1, 0.2, 0.3), WorkerUsage(0.3, 0.4, 0.81)], ("ttft",))
     (warning,) = warnings(run)
     assert "--workers" in warning
     assert result_json(run)["client_saturated"]
