@@ -32,7 +32,7 @@ class GatewayConfig:
         engine_tls_name: the name in the engines' certificates, where it is not their host's.
         cors_origins: origins that browsers may call from ("*": any).
         request_timeout: longest life of a request, seconds (None: no limit). A caller may ask for less.
-        heartbeat_seconds: a silent event stream carries a comment this often.
+        heartbeat_seconds: a silent event stream carries blank lines this often.
         max_body_bytes: largest request body.
         max_prompts: most prompts in one completions call.
         workers: server processes.

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from gateway.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
-ACCEPTED = b": accepted\n\n"
-HEARTBEAT = b": keep-alive\n\n"
+# Blank lines, no comment: the client of `vllm bench serve` 0.26 loses all that follows a comment in a chunk of its own.
+HEARTBEAT = b"\n\n"
 
 # The fields of a choice that goes on.
 OPEN = {"logprobs": None, "finish_reason": None}
@@ -269,10 +269,8 @@ class CompletionFormat(ChoicesFormat):
         self._echo = echo
 
     def opening(self) -> bytes:
-        """The echoes; without them a comment, so that the first byte comes as early as a chat's."""
-        if self._echo is None:
-            return ACCEPTED
-        return b"".join(self.piece(index, text) for index, text in enumerate(self._echo))
+        """The echoes, if any."""
+        return b"".join(self.piece(index, text) for index, text in enumerate(self._echo or ()))
 
     def _streamed_choice(self, index: int, text: str | None) -> dict[str, Any]:
         return {"index": index, "text": text or ""}

@@ -81,7 +81,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Sends what a source writes, a comment when that is nothing for a while, and cancels it when the client goes."""
+    """Sends what a source writes, blank lines when that is nothing for a while, and cancels it when the client goes."""
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from loadtest.records import Chain, LoadTestError, Message, Prompt
 from loadtest.tokens import COMMON_IDS, Tokenizer
 
 _BATCH = 128
+_TRIES = 10
 _TRACE_BLOCK = 512  # tokens that a hash id of the trace stands for
 _Row = TypeVar("_Row")
 
@@ -230,23 +231,37 @@ def _texts_of_length(
 ) -> list[tuple[str, list[int]]]:
     """Text and ids of each list, such that the text encodes to these ids and (if ten tries do) has that length.
 
-    Ids turned into text and back are seldom as many: what is too long is cut, what is too short gets random ids.
+    Ids turned into text and back are seldom as many: what is too long is cut, what is too short gets random ids; the
+    latter one list after another, so that the draws are those of `vllm bench serve`.
     """
     made: list[tuple[str, list[int]]] = [("", list(each)) for each in ids]
-    open_ones = list(range(len(made)))
-    for attempt in range(11):
-        texts = tokenizer.decode([made[i][1] for i in open_ones])
-        for i, text, encoded in zip(open_ones, texts, tokenizer.encode(texts, special=False), strict=True):
+    tries = [0] * len(made)
+
+    def encode(numbers: Sequence[int]) -> None:
+        texts = tokenizer.decode([made[i][1] for i in numbers])
+        for i, text, encoded in zip(numbers, texts, tokenizer.encode(texts, special=False), strict=True):
             made[i] = (text, encoded)
-        open_ones = [i for i in open_ones if len(made[i][1]) != lengths[i]]
-        if attempt == 10 or not open_ones:
-            break
-        for i in open_ones:
-            text, encoded = made[i]
-            missing = lengths[i] - len(encoded)
-            if missing > 0:
-                encoded = encoded + [tokenizer.ids[n] for n in generator.integers(0, len(tokenizer.ids), size=missing)]
-            made[i] = (text, encoded[: lengths[i]])
+
+    def wrong(i: int) -> bool:
+        return len(made[i][1]) != lengths[i] and tries[i] < _TRIES
+
+    long, short = list(range(len(made))), []
+    while long:
+        encode(long)
+        short += [i for i in long if wrong(i) and len(made[i][1]) < lengths[i]]
+        long = [i for i in long if wrong(i) and len(made[i][1]) > lengths[i]]
+        for i in long:
+            made[i] = ("", made[i][1][: lengths[i]])
+            tries[i] += 1
+    for i in sorted(short):
+        while wrong(i):
+            encoded = made[i][1][: lengths[i]]
+            if missing := lengths[i] - len(encoded):
+                bounds = tokenizer.fillers
+                encoded += generator.integers(bounds.start, bounds.stop, size=missing).tolist()
+            made[i] = ("", encoded)
+            tries[i] += 1
+            encode([i])
     return made
 
 

@@ -1,6 +1,7 @@
 """Counts and makes tokens: with a tokenizer file at hand, or by asking the server. Knows no data sets."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cached_property
@@ -34,6 +35,10 @@ class Tokenizer(Protocol):
         """The ordinary tokens to draw random prompts from, in ascending order."""
 
     @property
+    def fillers(self) -> range:
+        """The tokens with which a random prompt is filled up."""
+
+    @property
     def vocab_size(self) -> int:
         """The number of tokens, without added ones."""
 
@@ -49,25 +54,36 @@ class Tokenizer(Protocol):
 
 
 class LocalTokenizer:
-    """A tokenizer at hand."""
+    """A tokenizer at hand.
 
-    def __init__(self, backend: "tokenizers.Tokenizer") -> None:
+    Args:
+        special: the tokens that no random prompt has (None: all that the tokenizer itself calls special).
+    """
+
+    def __init__(self, backend: "tokenizers.Tokenizer", special: set[str] | None = None) -> None:
         self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
-        special = {token for token, added in self._backend.get_added_tokens_decoder().items() if added.special}
+        added = self._backend.get_added_tokens_decoder()
+        barred = {id for id, token in added.items() if (token.special if special is None else token.content in special)}
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=False)
-        self.ids: Sequence[int] = [token for token in range(self.vocab_size) if token not in special]
+        self.fillers = range(self.vocab_size)
+        self.ids: Sequence[int] = [token for token in range(self.vocab_size) if token not in barred]
         self.specials_added: int = self._backend.num_special_tokens_to_add(False)
 
     @classmethod
     def from_file(cls, path: Path) -> "LocalTokenizer":
-        """That of a tokenizer.json, or of a folder that has one. Raises: LoadTestError."""
+        """That of a tokenizer.json, or of a folder that has one. Raises: LoadTestError.
+
+        Special tokens are those that a tokenizer_config.json beside it names, which is what transformers goes by.
+        """
         import tokenizers
 
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(file)))
+            config = file.with_name("tokenizer_config.json")
+            special = _named_tokens(json.loads(config.read_bytes())) if config.exists() else None
+            return cls(tokenizers.Tokenizer.from_file(str(file)), special)
         except Exception as error:  # the library raises nothing narrower
             raise LoadTestError(f"{file} cannot be read as a tokenizer: {error}") from error
 
@@ -80,10 +96,20 @@ class LocalTokenizer:
         return self._backend.decode_batch([list(each) for each in ids], skip_special_tokens=False)
 
 
+def _named_tokens(config: dict[str, Any]) -> set[str]:
+    """What a tokenizer_config.json names as eos_token and the like, and as further special tokens."""
+    named = [value for key, value in config.items() if key.endswith("_token") and not isinstance(value, bool)]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = config.get(key) or []
+        named += more.values() if isinstance(more, dict) else more
+    return {each["content"] if isinstance(each, dict) else each for each in named if each}
+
+
 class RemoteTokenizer:
     """The server's own: POST /tokenize and /detokenize, or the RPCs of the same names."""
 
     ids: Sequence[int] = COMMON_IDS
+    fillers = COMMON_IDS
     vocab_size = COMMON_IDS.stop
 
     def __init__(self, target: Target) -> None:

@@ -178,16 +178,18 @@ def test_headers_and_role_come_on_accepted(http, gateway, engine, kit):
 def test_completions_open_on_accepted_too(http, gateway, engine, kit):
     engine.script = kit.hangs(kit.accepted())
     with http.stream("POST", f"{gateway}/v1/completions", json={"prompt": "p", "stream": True}) as answer:
-        assert next(answer.iter_text()) == ": accepted\n\n"
+        assert answer.status_code == 200
+        assert next(answer.iter_text()).strip() == "", (
+            "no comment, which some readers take for the beginning of an event"
+        )
 
 
 def test_heartbeats_on_silence(http, gateway, engine, kit):
     engine.script = kit.hangs(kit.accepted())
     with http.stream("POST", f"{gateway}/v1/chat/completions", json=kit.CHAT | {"stream": True}) as answer:
-        lines = answer.iter_lines()
-        beats = 0
-        while beats < 3:
-            beats += next(lines) == ": keep-alive"
+        chunks = answer.iter_text()
+        assert '"role":"assistant"' in next(chunks)
+        assert [next(chunks) for _ in range(3)] == ["\n\n"] * 3
 
 
 def test_plain_line_readers_see_whole_events(http, gateway, engine, kit):

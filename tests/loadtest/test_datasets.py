@@ -62,7 +62,7 @@ def test_sharegpt_samples_what_the_reference_sampled(data_file, own_data, qwen):
 
 def test_sharegpt_keeps_short_answers_when_the_length_is_given(tmp_path):
     class Words:
-        ids, vocab_size, specials_added = range(9), 9, 0
+        ids, fillers, vocab_size, specials_added = range(9), range(9), 9, 0
 
         def encode(self, texts, *, special=True):
             return [[0] * len(text.split()) for text in texts]

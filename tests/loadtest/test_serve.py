@@ -282,7 +282,7 @@ def test_where_nobody_counts_tokens_the_other_figures_stay(mock_server, stream, 
 
 
 class _Words:
-    ids, vocab_size, specials_added = range(9), 9, 0
+    ids, fillers, vocab_size, specials_added = range(9), range(9), 9, 0
 
     def encode(self, texts, *, special=True):
         return [[0] * len(text.split()) for text in texts]
