@@ -16,6 +16,8 @@ from engine import LLM, FinishReason, Request, SamplingParams
 from loadtest.records import Chain, LoadTestError
 from loadtest.tokens import Tokenizer
 
+_Times = tuple[float, float]
+"""Seconds on the clock, and of CPU time."""
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
@@ -82,7 +84,8 @@ def latency(
     """The same batch again and again, of new random prompts each time, so that none is cached. JSON fields: seconds.
 
     Decode alone is what comes after all sequences have their first token: the tokens from then to the end, over that
-    time; the time per output token is the batch size over that rate.
+    time; the time per output token is the batch size over that rate. CPU times are those of this process, all threads
+    together: where others use the machine too, they say more.
 
     Raises: RequestRejected when the engine cannot take the batch; LoadTestError when it cannot run it at once, or
         when a sequence does not get all its tokens.
@@ -95,15 +98,18 @@ def latency(
         measured = _batch(llm, prompts, output_len)
         if number >= warmups:
             times.append(measured)
-    whole = [end for _, end, _ in times]
-    decode = [later / (end - first) for first, end, later in times if later]
+    whole = [end for _, (end, _), _ in times]
+    decode = [later / (end - first) for (first, _), (end, _), later in times if later]
+    decode_cpu = [batch_size * (end - first) / later for (_, first), (_, end), later in times if later]
     median = statistics.median(whole)
     return {
         "avg_latency": statistics.mean(whole),
         "latencies": whole,
         "percentiles": {str(each): float(np.percentile(whole, each)) for each in PERCENTILES},
-        "median_time_to_first_token": statistics.median(first for first, _, _ in times),
+        "median_time_to_first_token": statistics.median(first for (first, _), _, _ in times),
+        "median_cpu_time_to_first_token": statistics.median(first for (_, first), _, _ in times),
         "median_time_per_output_token": batch_size / statistics.median(decode) if decode else None,
+        "median_cpu_time_per_output_token": statistics.median(decode_cpu) if decode_cpu else None,
         "output_throughput": batch_size * output_len / median,
         "decode_throughput": statistics.median(decode) if decode else None,
         "batch_size": batch_size,
@@ -124,14 +130,18 @@ def latency_text(fields: dict[str, Any]) -> str:
     return "\n".join([*lines, f"Throughput: {fields['output_throughput']:.2f} output tokens/s"])
 
 
-def _batch(llm: LLM, prompts: Sequence[tuple[int, ...]], output_len: int) -> tuple[float, float, int]:
-    """Seconds until every sequence has its first token, seconds until all have ended, and the tokens between."""
+def _batch(llm: LLM, prompts: Sequence[tuple[int, ...]], output_len: int) -> tuple[_Times, _Times, int]:
+    """Times until every sequence has its first token, until all have ended, and the tokens between."""
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=output_len, ignore_eos=True)
     requests = [Request(f"batch-{number}", prompt, params) for number, prompt in enumerate(prompts)]
     got = {request.request_id: 0 for request in requests}
     ends: dict[str, FinishReason] = {}
-    first, later = 0.0, 0
-    began = time.perf_counter()
+    first, later = (0.0, 0.0), 0
+    wall, cpu = time.perf_counter(), time.process_time()
+
+    def passed() -> _Times:
+        return time.perf_counter() - wall, time.process_time() - cpu
+
     for request in requests:
         llm.core.scheduler.add(request)
     while llm.core.has_work:
@@ -142,10 +152,10 @@ def _batch(llm: LLM, prompts: Sequence[tuple[int, ...]], output_len: int) -> tup
             if update.finish is not None:
                 ends[update.request_id] = update.finish
         if waiting:
-            first = time.perf_counter() - began
+            first = passed()
         else:
             later += sum(len(update.tokens) for update in updates)
-    end = time.perf_counter() - began
+    end = passed()
     for name, count in got.items():
         _check(name, count, output_len, ends.get(name))
     return first, end, later
@@ -159,4 +169,5 @@ def _check(name: str, got: int, asked: int, finish: FinishReason | None) -> None
 
 def _engine(llm: LLM) -> dict[str, Any]:
     info = llm.info
-    return {"architecture": info.architecture, "dtype": info.dtype, "device": info.device, "num_pages": info.num_pages}
+    names = ("architecture", "dtype", "device", "num_pages", "page_size")
+    return {name: getattr(info, name) for name in names}

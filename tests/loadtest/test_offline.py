@@ -115,7 +115,10 @@ def scripted(monkeypatch):
 
     def run(core, **settings):
         monkeypatch.setattr(offline.time, "perf_counter", lambda: core.clock)
-        info = SimpleNamespace(vocab_size=9, architecture="", dtype="", device="", num_pages=1, max_num_seqs=2)
+        monkeypatch.setattr(offline.time, "process_time", lambda: core.clock / 2)
+        info = SimpleNamespace(
+            vocab_size=9, architecture="", dtype="", device="", num_pages=1, page_size=1, max_num_seqs=2
+        )
         llm = SimpleNamespace(core=core, info=info)
         asked = {"batch_size": 2, "input_len": 30, "output_len": 4, "warmups": 1, "iterations": 2}
         return offline.latency(llm, **asked | settings)
@@ -127,6 +130,8 @@ def test_decode_alone_begins_when_all_have_their_first_token(scripted):
     core = Core([[0], [0, 1], [0, 1], [0, 1], [1]])
     fields = scripted(core)
     assert fields["latencies"] == [10, 10]
+    assert fields["median_cpu_time_to_first_token"] == 2
+    assert fields["median_cpu_time_per_output_token"] == pytest.approx(2 * 3 / 5)
     assert fields["median_time_to_first_token"] == 4
     assert fields["decode_throughput"] == 5 / 6  # after the fourth second: two, two and one
     assert fields["median_time_per_output_token"] == pytest.approx(2 / (5 / 6))
