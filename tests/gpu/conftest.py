@@ -77,9 +77,20 @@ class Model:
         ends = [len(prompt) - 1 for prompt in prompts]
         return [rows[end : end + len(output)] for rows, end, output in zip(logits, ends, outputs, strict=True)]
 
-    def assert_greedy(self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> None:
-        """Every token is the one that transformers chooses, or as good as that by rounding."""
-        for prompt, output, logits in zip(prompts, outputs, self.logits(prompts, outputs), strict=True):
+    def assert_greedy(
+        self,
+        prompts: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        process: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda _, logits: logits,
+    ) -> None:
+        """Every token is the one that transformers chooses, or as good as that by rounding.
+
+        Args:
+            process: one of its logits processors.
+        """
+        for prompt, output, raw in zip(prompts, outputs, self.logits(prompts, outputs), strict=True):
+            texts = [torch.tensor([[*prompt, *output[:at]]]) for at in range(len(output))]
+            logits = torch.cat([process(text, row[None]) for text, row in zip(texts, raw, strict=True)])
             chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
             short = (logits.amax(-1) - chosen) / logits.std(-1)
             at = int(short.argmax())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from engine import LLM, SamplingParams
 from engine.core import EngineCore
@@ -119,6 +120,15 @@ def test_staggered_arrivals(every: int, llm: LLM, llama: Any, tools: SimpleNames
     core = tools.core_on(llm)
     outcome = tools.drive(core, requests(MANY + PROMPTS, greedy(20)), every=every)
     llama.assert_greedy(MANY + PROMPTS, firsts(outcome, len(MANY + PROMPTS)))
+    tools.assert_settled(core)
+
+
+@pytest.mark.parametrize("penalty", [1.05, 2.0])
+def test_repetition_penalty_equals_transformers(penalty: float, llm: LLM, llama: Any, tools: SimpleNamespace) -> None:
+    """What Qwen2.5 asks for by itself, over prompt and answer, with steps in flight."""
+    core = tools.core_on(llm)
+    outcome = tools.drive(core, requests(PROMPTS, greedy(64, repetition_penalty=penalty)), every=1)
+    llama.assert_greedy(PROMPTS, firsts(outcome, len(PROMPTS)), RepetitionPenaltyLogitsProcessor(penalty))
     tools.assert_settled(core)
 
 
