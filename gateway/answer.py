@@ -123,6 +123,7 @@ class Answer:
                 self.counts.prompt += event.usage.prompt_tokens
                 self.counts.completion += event.usage.completion_tokens
                 self.counts.cached += event.usage.cached_tokens
+                self.counts.reasoning += event.usage.reasoning_tokens
 
     async def _read_one(self) -> tuple[int, pb.GenerateResponse | None]:
         return 0, await self._generations[0].read() or None

@@ -116,10 +116,10 @@ class ResponsesFormat(Format):
             "incomplete_details": {"reason": "max_output_tokens"} if self._cut else None,
             "usage": {
                 "input_tokens": counts.prompt,
-                # What is written to the cache, and which tokens are reasoning, is not counted.
+                # What is written to the cache is not counted.
                 "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
                 "output_tokens": counts.completion,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": counts.reasoning},
                 "total_tokens": counts.prompt + counts.completion,
             },
         }

@@ -56,15 +56,17 @@ class TokenCounts:
     prompt: int = 0
     completion: int = 0
     cached: int = 0
+    reasoning: int = 0
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object."""
+        details = {"completion_tokens_details": {"reasoning_tokens": self.reasoning}} if self.reasoning else {}
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
+        } | details
 
 
 @dataclass(frozen=True, slots=True)

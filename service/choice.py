@@ -29,15 +29,16 @@ class Choice:
 
     Attributes:
         tokens: how many tokens count for this index.
+        reasoned: how many of them are reasoning.
         finish: how it ended (None while it runs).
         reason: the same as the caller is told it.
     """
 
-    __slots__ = ("_plan", "_text", "_tokenizer", "finish", "index", "reason", "tokens")
+    __slots__ = ("_plan", "_text", "_tokenizer", "finish", "index", "reason", "reasoned", "tokens")
 
     def __init__(self, index: int, plan: Plan, text: TextStream | None, tokenizer: Tokenizer | None = None) -> None:
         self.index = index
-        self.tokens = 0
+        self.tokens = self.reasoned = 0
         self.finish: FinishReason | None = None
         self.reason = pb.FINISH_REASON_UNSPECIFIED
         self._plan = plan

@@ -34,6 +34,7 @@ class ParsedChoice(Choice):
         for position in range(len(ids) - hidden):
             piece, stop = stream.step(ids[position])
             self._events += self._parser.feed(piece)
+            self.reasoned += self._parser.thinking
             if self._parser.complete:
                 return "", _ENOUGH, position + 1
             if stop is not None:

@@ -38,7 +38,7 @@ class Record:
             its last token, and ended.
         marks: what was done to its prompt, and when.
         cached_tokens: of the prompt.
-        tokens: generated, of all sequences that have finished.
+        tokens, reasoned: generated, and of them reasoning, of all sequences that have finished.
         reasons: how its sequences have ended, each one of FINISHES.
         error: why it ended ill, "" where it did not.
     """
@@ -53,7 +53,7 @@ class Record:
         self.marks: list[tuple[str, float]] = []
         self.reasons: list[str] = []
         self.error = ""
-        self.prompt_tokens = self.cached_tokens = self.max_tokens = self.tokens = 0
+        self.prompt_tokens = self.cached_tokens = self.max_tokens = self.tokens = self.reasoned = 0
         self._running = 0
         self._firsts: list[float] = []
         self._lasts: list[float] = []
@@ -97,6 +97,7 @@ class Record:
         """One sequence is complete."""
         self._running -= 1
         self.tokens += choice.tokens
+        self.reasoned += choice.reasoned
         self.reasons.append(pb.FinishReason.Name(choice.reason).removeprefix("FINISH_REASON_").lower())
         self._figures.finished.add(self.reasons[-1])
         if choice.tokens > 1:
@@ -111,6 +112,7 @@ class Record:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.tokens,
             cached_tokens=self.cached_tokens,
+            reasoning_tokens=self.reasoned,
             queue_seconds=self.started - self.arrival,
             prefill_seconds=self.first - self.started,
             decode_seconds=self.last - self.first,

@@ -72,6 +72,11 @@ class OutputParser:
         """Whether all that comes is content."""
         return self._tools is None and (self._think is None or self._think.passed)
 
+    @property
+    def thinking(self) -> bool:
+        """Whether what came last was reasoning."""
+        return self._think is not None and self._think.thinking
+
     def feed(self, text: str) -> list[Event]:
         """Takes the next piece of the text; returns what is known by now."""
         if not text:

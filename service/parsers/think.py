@@ -28,6 +28,11 @@ class Think:
         self._mode: Callable[[str], str] = self._before
         self._events: list[Event] = []
 
+    @property
+    def thinking(self) -> bool:
+        """Whether what came last was reasoning, or a marker of it."""
+        return not self.passed and (self._opened or self._mode != self._before)
+
     def feed(self, text: str) -> list[Event]:
         """Takes the next piece of the text; returns what is known by now."""
         if self.passed:

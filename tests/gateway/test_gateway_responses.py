@@ -43,7 +43,9 @@ def plays(kit, *deltas, reason=pb.FINISH_REASON_STOP):
         for each in deltas:
             yield each
         yield kit.finished(reason=reason)
-        yield kit.usage()
+        yield pb.GenerateResponse(
+            usage=pb.Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=2, reasoning_tokens=1)
+        )
 
     return script
 
@@ -281,7 +283,7 @@ def test_whole_answer(http, gateway, engine, kit):
         "input_tokens": 5,
         "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0},
         "output_tokens": 3,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 1},
         "total_tokens": 8,
     }
 
@@ -313,6 +315,8 @@ def test_order_of_a_stream(http, gateway, engine, kit):
         assert {each.get("item_id", item["id"]) for each in its} == {item["id"]}
         joined = "".join(each["delta"] for each in its if each["type"].endswith(".delta"))
         assert joined == (item["arguments"] if "arguments" in item else item["content"][0]["text"])
+    chat = http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT).json()
+    assert chat["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
     whole = http.post(f"{gateway}{URL}", json={"input": "hi"}).json()
     times = {"created_at": 0, "completed_at": 0}
     assert stream[-1]["response"] | times == whole | times

@@ -485,7 +485,12 @@ async def test_reasoning_that_the_prompt_has_opened_comes_before_a_constraint(ma
     path = template("{{ messages[0].content }}<think>\n{# </think> #}")
     async with serving(core, chat_template=path) as server:
         events = await generate(server, request({"tools": []}, json_object=True))
+        continued = {"tools": [], "messages": [message(text="<think></think>")], "continue_final_message": True}
+        core.reply = writes("<t> Hm")
+        assert (await generate(server, request(continued)))[-1].usage.reasoning_tokens == 0
     assert answer(events)[:2] == ('{"a": 1}', "Hm")
+    # As many bytes, each a token.
+    assert events[-1].usage.reasoning_tokens == len("Hm</think>\n\n")
     assert last_grammar_accepts(core, 'Hm</think>\n\n{"a": 1}')
     assert not last_grammar_accepts(core, '{"a": 1}')
 
