@@ -50,12 +50,13 @@ def kind(value: object) -> str:
 
 
 class Text(Body):
-    """A part of a message. The last three change nothing; two of them come back with an earlier answer."""
+    """A part of a message. The last four change nothing; three of them come back with an earlier answer."""
 
     type: Literal["input_text", "output_text"]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    parsed: Any = None
     prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
@@ -85,13 +86,11 @@ class InputMessage(Item):
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class FunctionCall(Item):
+class FunctionCall(Item, CalledFunction):
     """A call that the assistant made."""
 
     type: Literal["function_call"]
     call_id: str
-    name: str
-    arguments: str
 
 
 class FunctionOutput(Item):
@@ -119,7 +118,8 @@ AnyItem = Annotated[
     Discriminator(
         kind,
         custom_error_type="item",
-        custom_error_message="must be an item of type message, function_call, function_call_output or reasoning",
+        custom_error_message="must be an item of type message, function_call, function_call_output or reasoning "
+        "(nothing is stored, so none can be referred to: let your client send store: false)",
     ),
 ]
 

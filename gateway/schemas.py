@@ -58,6 +58,14 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def null_is_nothing(cls, value: object) -> object:
+        """Drops fields that are not known and null: clients dump all of their own when they send an answer back."""
+        if isinstance(value, dict) and not value.keys() <= cls.model_fields.keys():
+            return {name: each for name, each in value.items() if each is not None or name in cls.model_fields}
+        return value
+
     ignored: ClassVar[frozenset[str]] = IGNORED
     unserved: ClassVar[Mapping[str, tuple[object, ...]]] = UNSERVED
 
@@ -203,6 +211,7 @@ class CalledFunction(Body):
 
     name: str
     arguments: str
+    parsed_arguments: Any = None  # what OpenAI's clients made of them
 
 
 class ToolCall(Body):
@@ -245,7 +254,7 @@ class NamedTool(Body):
 
 
 class Message(Body):
-    """One message of a chat. The last seven fields come back when a client sends an earlier answer unchanged."""
+    """One message of a chat. The last five fields come back when a client sends an earlier answer unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[ContentPart], Field(fail_fast=True), BeforeValidator(text_parts)] | None = None
@@ -255,10 +264,8 @@ class Message(Body):
     cache_control: Any = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same
-    refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
+    parsed: Any = None  # what OpenAI's clients made of the content
     provider_specific_fields: Any = None  # LiteLLM's copy of what it does not know
 
 

@@ -17,6 +17,8 @@ for await (const chunk of await chat.create({ ...question, ...options })) chunks
 const Person = z.object({ name: z.string(), age: z.number().int() });
 const form = { ...question, response_format: zodResponseFormat(Person, "person") };
 const forms = [await chat.parse(form), await chat.stream(form).finalChatCompletion()];
+const [asked] = question.messages;
+const follow = await chat.create({ model, messages: [asked, ...forms.map((form) => form.choices[0].message), asked] });
 
 const weather = {
   name: "weather",
@@ -32,7 +34,7 @@ const refusal = async (at, wrong) => {
 };
 
 const seen = {
-  chat: [whole.choices[0].message.content],
+  chat: [whole, follow].map((answer) => answer.choices[0].message.content),
   usage: [whole, chunks.at(-1)].map(({ usage }) => [usage.prompt_tokens, usage.completion_tokens]),
   stream: [chunks.map((chunk) => chunk.choices[0]?.delta.content).filter(Boolean)],
   schema: forms.map((form) => form.choices[0].message.parsed),

@@ -41,6 +41,12 @@ class Person(BaseModel):
     age: int
 
 
+class City(BaseModel):
+    """Some place."""
+
+    city: str
+
+
 def weather(city: str) -> str:
     """Tells the weather of a city."""
     return f"18 degrees in {city}"
@@ -115,6 +121,43 @@ def refusals(place: Place, ask: Callable[..., Any], kind: type[Any] = openai.API
         param = error.param if isinstance(error, openai.APIError) else error.body["param"]
         found.append([caught.type.__name__, error.status_code, param])
     return found
+
+
+def official(place: Place) -> Seen:
+    """The openai client; what it parsed goes back with what it parsed."""
+    tools = [openai.pydantic_function_tool(City, name="weather")]
+    question = {"role": "user", "content": QUESTION}
+
+    def chat(url=place.url):
+        return openai.OpenAI(base_url=url, api_key="none", max_retries=0).chat.completions
+
+    def ask(text=QUESTION, url=place.url, model=place.model, **fields):
+        return chat(url).create(model=model, messages=[{"role": "user", "content": text}], **fields)
+
+    def parse(stream, messages=(question,), **fields):
+        body = {"model": place.model, "messages": messages, **fields}
+        if not stream:
+            return chat().parse(**body).choices[0].message
+        with chat().stream(**body) as events:
+            return events.get_final_completion().choices[0].message
+
+    def loop(called):
+        (call,) = called.tool_calls
+        result = {"role": "tool", "tool_call_id": call.id, "content": weather(call.function.parsed_arguments.city)}
+        return parse(stream=False, messages=[question, called, result], tools=tools).content
+
+    whole = ask(max_tokens=5)
+    chunks = list(ask(stream=True, stream_options={"include_usage": True}))
+    forms = [parse(stream, response_format=Person) for stream in (False, True)]
+    follow = [parse(stream=False, messages=[question, form, question]).content for form in forms]
+    return {
+        "chat": [whole.choices[0].message.content, *follow],
+        "usage": [[each.usage.prompt_tokens, each.usage.completion_tokens] for each in (whole, chunks[-1])],
+        "stream": [[text for chunk in chunks for choice in chunk.choices if (text := choice.delta.content)]],
+        "schema": [form.parsed.model_dump() for form in forms],
+        "tool": [loop(parse(stream, tools=tools, parallel_tool_calls=False)) for stream in (False, True)],
+        "refusals": refusals(place, ask),
+    }
 
 
 def litellm(place: Place) -> Seen:
@@ -270,10 +313,11 @@ def check(seen: Seen, refused: list[Any], engine: Any, attempts: int = 1) -> Non
     assert sum(call.request.chat.messages[-1].content[0].text == "busy" for call in engine.calls) == attempts
 
 
-@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # LiteLLM's own
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the clients' own
 @pytest.mark.parametrize(
     ("client", "refused"),
     [
+        (official, REFUSED),
         (
             litellm,
             [

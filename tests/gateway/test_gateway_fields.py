@@ -110,7 +110,8 @@ def test_max_completion_tokens_goes_before_max_tokens(http, gateway, engine, kit
 
 
 def test_messages(http, gateway, engine, kit):
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    call = {"id": "c1", "type": "function", "function": function | {"parsed_arguments": {"a": 1}}, "custom": None}
     messages = [
         {"role": "developer", "content": "be short", "name": "boss"},
         {
@@ -128,6 +129,7 @@ def test_messages(http, gateway, engine, kit):
             "reasoning_content": "hm",
             "provider_specific_fields": {"reasoning": "hm"},  # LiteLLM
             # what the OpenAI client sends when a program appends an earlier answer
+            "parsed": {"a": 1},
             "refusal": None,
             "annotations": [],
             "audio": None,
