@@ -9,6 +9,7 @@ import grpc
 from fulcrum.v1 import inference_pb2 as pb
 from gateway.engines import CallContext, EnginePool, Generation, Read
 from gateway.errors import internal_error
+from gateway.logprobs import Logprobs
 from gateway.sse import CallPiece, Ending, TokenCounts
 
 Merged = asyncio.Queue[tuple[int, pb.GenerateResponse | grpc.aio.AioRpcError | None]]
@@ -22,13 +23,15 @@ REASONS = {
 
 @dataclass(slots=True)  # not frozen, which would triple the time to make one
 class Piece:
-    """A choice goes on by this, or ends."""
+    """A choice goes on by this, or ends. Or it is about the prompt of the n choices from `index` on."""
 
     index: int
     text: str
     ending: Ending | None = None
     reasoning: str = ""
     calls: tuple[CallPiece, ...] = ()
+    logprobs: Logprobs = ()
+    prompt: Logprobs = ()
 
 
 class Answer:
@@ -37,7 +40,7 @@ class Answer:
     def __init__(self, generations: list[Generation], n: int) -> None:
         """Use `Answer.open`."""
         self._generations = generations
-        self._n = n
+        self.n = n
         self.choices = n * len(generations)
         self._open_choices = set(range(self.choices))
         self._open_usages = len(generations)
@@ -102,18 +105,20 @@ class Answer:
             kind = event.WhichOneof("event")
             if kind == "delta":
                 delta = event.delta
-                text, reasoning, calls = delta.text, delta.reasoning, delta.tool_calls
-                if text or reasoning or calls:
-                    if self.first_text_at is None:
+                text, reasoning, calls, logprobs = delta.text, delta.reasoning, delta.tool_calls, delta.logprobs
+                if text or reasoning or calls or logprobs:
+                    if self.first_text_at is None and (text or reasoning or calls):
                         self.first_text_at = time.monotonic()
-                    index = number * self._n + delta.index
-                    if not (reasoning or calls):
+                    index = number * self.n + delta.index
+                    if not (reasoning or calls or logprobs):
                         return Piece(index, text)
                     pieces = tuple(CallPiece(call.index, call.id, call.name, call.arguments) for call in calls)
-                    return Piece(index, text, reasoning=reasoning, calls=pieces)
+                    return Piece(index, text, reasoning=reasoning, calls=pieces, logprobs=logprobs)
+            elif kind == "prompt_logprobs":
+                return Piece(number * self.n, "", prompt=event.prompt_logprobs.tokens)
             elif kind == "finished":
                 finished = event.finished
-                index = number * self._n + finished.index
+                index = number * self.n + finished.index
                 if index not in self._open_choices or finished.reason not in REASONS:
                     raise internal_error()
                 self._open_choices.remove(index)

@@ -33,6 +33,8 @@ def chat_request(body: ChatRequest) -> pb.GenerateRequest:
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     request = shared_fields(body, max_tokens)
     request.chat.CopyFrom(chat(body))
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    request.output.MergeFrom(pb.OutputOptions(top_logprobs=top, prompt_logprobs=body.prompt_logprobs))
     return request
 
 
@@ -44,8 +46,9 @@ def responses_request(body: ResponsesRequest, prompt: ChatPrompt) -> pb.Generate
 
 
 def completion_requests(body: CompletionRequest) -> list[pb.GenerateRequest]:
-    """One Generate for each prompt, in their order."""
+    """One Generate for each prompt, in their order. Raises: ApiError 400 where nothing is to be answered."""
     template = shared_fields(body, COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
+    template.output.MergeFrom(pb.OutputOptions(top_logprobs=body.logprobs, prompt_logprobs=body.top_of_prompt))
     requests = []
     for prompt in body.prompt:
         request = pb.GenerateRequest()

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from gateway.errors import ApiError
+from gateway.logprobs import Logprobs
 from gateway.responses_schema import ResponsesRequest
 from gateway.sse import CallPiece, Ending, Format, Head, Said, TokenCounts, compact, quote
 
@@ -78,7 +79,9 @@ class ResponsesFormat(Format):
         """A piece of the message's text."""
         return self._say(MESSAGE, text).encode()
 
-    def parts(self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece]) -> bytes:
+    def parts(
+        self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece], logprobs: Logprobs = ()
+    ) -> bytes:
         """The events of reasoning, text and calls, in this order."""
         events = self._say(REASONING, reasoning) if reasoning else ""
         events += self._say(MESSAGE, text) if text else ""

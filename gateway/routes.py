@@ -29,7 +29,7 @@ from gateway.schemas import (
     parse,
     parse_tokenize,
 )
-from gateway.sse import ChatFormat, CompletionFormat, Ending, Format, Head, Said
+from gateway.sse import ChatFormat, CompletionFormat, Echo, Ending, Format, Head, Said
 from gateway.transport import EventStream, Write, read_json, unless_gone
 
 VERSION = version("fulcrum-llm")
@@ -54,7 +54,8 @@ class Routes:
         names = CHAT_NAMES | ({} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"})
 
         def form(head: Head, choices: int) -> Format:
-            return ChatFormat(head, choices, body.include_usage)
+            asked, of_prompt = bool(body.logprobs), body.prompt_logprobs
+            return ChatFormat(head, choices, body.include_usage, logprobs=asked, prompt_logprobs=of_prompt)
 
         return await self._generate(request, body, [chat_request(body)], form, names)
 
@@ -64,12 +65,14 @@ class Routes:
         if len(body.prompt) > self._config.max_prompts:
             limit = self._config.max_prompts
             raise ApiError(400, f"Invalid 'prompt': at most {limit} prompts.", param="prompt", code="invalid_value")
+        requests = completion_requests(body)
         echo = await self._echo(request, body) if body.echo else None
 
         def form(head: Head, choices: int) -> Format:
-            return CompletionFormat(head, choices, body.include_usage, echo)
+            asked, of_prompt = body.logprobs, body.prompt_logprobs
+            return CompletionFormat(head, choices, body.include_usage, echo, logprobs=asked, prompt_logprobs=of_prompt)
 
-        return await self._generate(request, body, completion_requests(body), form, {})
+        return await self._generate(request, body, requests, form, {"top_logprobs": "logprobs"})
 
     async def responses(self, request: Request) -> Response:
         """POST /v1/responses."""
@@ -172,10 +175,13 @@ class Routes:
         endings: dict[int, Ending] = {}
         try:
             while (piece := await answer.next()) is not None:
-                if piece.ending is None:
-                    choices[piece.index].add(piece.text, piece.reasoning, piece.calls)
-                else:
+                if piece.ending is not None:
                     endings[piece.index] = piece.ending
+                elif piece.prompt:
+                    for choice in choices[piece.index : piece.index + answer.n]:
+                        choice.prompt += piece.prompt
+                else:
+                    choices[piece.index].add(piece.text, piece.reasoning, piece.calls, piece.logprobs)
         finally:
             self._done(request, answer)
         in_order = [endings[index] for index in range(answer.choices)]
@@ -190,8 +196,12 @@ class Routes:
             while (piece := await answer.next()) is not None:
                 if piece.ending is not None:
                     await write(shape.ending(piece.index, piece.ending))
-                elif piece.reasoning or piece.calls:
-                    await write(shape.parts(piece.index, piece.text, piece.reasoning, piece.calls))
+                elif piece.reasoning or piece.calls or piece.logprobs:
+                    await write(shape.parts(piece.index, piece.text, piece.reasoning, piece.calls, piece.logprobs))
+                elif piece.prompt:
+                    for index in range(piece.index, piece.index + answer.n):
+                        if chunk := shape.prompt(index, piece.prompt):
+                            await write(chunk)
                 else:
                     await write(shape.piece(piece.index, piece.text))
             return shape.closing(answer.counts)
@@ -234,17 +244,29 @@ class Routes:
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error, names, request.state.request_id) from error
 
-    async def _echo(self, request: Request, body: CompletionRequest) -> list[str]:
-        """The text of each choice's prompt."""
-        texts = []
+    async def _echo(self, request: Request, body: CompletionRequest) -> list[Echo]:
+        """Each choice's prompt."""
+        model = body.model or ""
+
+        async def text_of(ids: list[int]) -> str:
+            message = pb.DetokenizeRequest(model=model, token_ids=ids)
+            text: str = (await self._call(request, "Detokenize", message, {})).text
+            return text
+
+        echoes = []
         for prompt in body.prompt:
+            first = b""
             if isinstance(prompt, str):
                 text = prompt
+                if body.logprobs is not None:
+                    pieces = await self._call(request, "Tokenize", pb.TokenizeRequest(model=model, text=prompt), {})
+                    first = b"".join(pieces.token_bytes[:1])
             else:
-                message = pb.DetokenizeRequest(model=body.model or "", token_ids=prompt)
-                text = (await self._call(request, "Detokenize", message, {})).text
-            texts += [text] * (body.n or 1)
-        return texts
+                text = await text_of(prompt)
+                if body.logprobs is not None:
+                    first = (await text_of(prompt[:1])).encode()
+            echoes += [Echo(text, first)] * (body.n or 1)
+        return echoes
 
     async def _cards(self, request: Request) -> list[dict[str, Any]]:
         reply = await self._call(request, "GetModel", pb.GetModelRequest(), {})

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -22,12 +23,14 @@ from gateway.errors import ApiError
 UINT32_MAX = 2**32 - 1
 MAX_N = 128
 MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20
 COMPLETION_MAX_TOKENS = 16
 
 UInt32 = Annotated[int, Field(ge=0, le=UINT32_MAX)]
 # Only the first fault is told: a list of millions of them would keep every other request waiting.
 UInt32s = Annotated[list[UInt32], Field(fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Top = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # Fields that change nothing here: accepted with any value and ignored.
@@ -39,7 +42,6 @@ UNSERVED: dict[str, tuple[object, ...]] = {
     "best_of": (None, 1),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
-    "logprobs": (None, False),
     "modalities": (None, ["text"]),
     "moderation": (None,),
     "prediction": (None,),
@@ -47,7 +49,6 @@ UNSERVED: dict[str, tuple[object, ...]] = {
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
     "suffix": (None, ""),
-    "top_logprobs": (None, 0),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
@@ -73,6 +74,16 @@ class Body(BaseModel):
 def one_or_many(value: object) -> object:
     """A lone string means a list of one."""
     return [value] if isinstance(value, str) else value
+
+
+def not_streamed(value: int | None, info: ValidationInfo) -> int | None:
+    """No chunk has a place for it."""
+    if value is not None and info.data.get("stream"):
+        raise ValueError("is not available in streams")
+    return value
+
+
+PromptTop = Annotated[Top, AfterValidator(not_streamed)]
 
 
 def text_parts(value: object) -> object:
@@ -287,13 +298,38 @@ class ChatRequest(Sampling, ChatPrompt):
     """POST /v1/chat/completions."""
 
     max_completion_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Top | None = None
+    prompt_logprobs: PromptTop | None = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def top_logprobs_need_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        """As OpenAI has it."""
+        if value and not info.data.get("logprobs"):
+            raise ValueError("is only allowed when logprobs is true")
+        return value
 
 
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(prompts)]
+    max_tokens: UInt32 | None = None
     echo: bool | None = None
+    logprobs: Top | None = None
+    prompt_logprobs: PromptTop | None = None
+
+    @property
+    def top_of_prompt(self) -> int | None:
+        """The logprobs of the prompt that are to be computed. Raises: ApiError 400 where nothing is to be answered."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        if self.max_tokens == 0:
+            asked.append(0)  # the engine reads no prompt for nothing
+            if not self.echo and self.prompt_logprobs is None:
+                message = "Invalid 'max_tokens': must be at least 1, but with echo or prompt_logprobs."
+                raise ApiError(400, message, param="max_tokens", code="invalid_value")
+        return max((top for top in asked if top is not None), default=None)
 
 
 class TokenizeTextRequest(Body):

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass
 from json.encoder import encode_basestring
 from typing import Any, NamedTuple
 
+from fulcrum.v1 import inference_pb2 as pb
 from gateway.errors import ApiError
+from gateway.logprobs import Logprobs, TextLogprobs, chat_logprobs, prompt_logprobs
 
 DONE = b"data: [DONE]\n\n"
 # Blank lines, no comment: the client of `vllm bench serve` 0.26 loses all that follows a comment in a chunk of its own.
@@ -101,16 +103,26 @@ class CallPiece(NamedTuple):
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
+class Echo(NamedTuple):
+    """A prompt that is a part of the answer: its text; where logprobs are told, the bytes of its first token."""
+
+    text: str
+    first: bytes
+
+
 class Said:
-    """What a choice has said."""
+    """What a choice has said; `logprobs` are of its tokens, `prompt` of its prompt's."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._calls: dict[int, list[CallPiece]] = {}
+        self.logprobs: list[pb.TokenLogprob] = []
+        self.prompt: list[pb.TokenLogprob] = []
 
-    def add(self, text: str, reasoning: str, calls: Iterable[CallPiece]) -> None:
+    def add(self, text: str, reasoning: str, calls: Iterable[CallPiece], logprobs: Logprobs) -> None:
         """It goes on."""
+        self.logprobs += logprobs
         self._texts.append(text)
         self._reasoning.append(reasoning)
         for piece in calls:
@@ -159,8 +171,14 @@ class Format(ABC):
         """A piece of a choice's text."""
 
     @abstractmethod
-    def parts(self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece]) -> bytes:
+    def parts(
+        self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece], logprobs: Logprobs = ()
+    ) -> bytes:
         """A piece of a choice that is not its text alone."""
+
+    def prompt(self, index: int, logprobs: Logprobs) -> bytes:
+        """The next logprobs of a choice's prompt; b"" where they are not told in streams."""
+        return b""
 
     @abstractmethod
     def ending(self, index: int, ending: Ending) -> bytes:
@@ -208,7 +226,7 @@ class ChoicesFormat(Format):
 
     def ending(self, index: int, ending: Ending) -> bytes:
         """The last event of a choice."""
-        return self._chunk([self._streamed_choice(index, None) | close(ending)])
+        return self._chunk([self._streamed_choice(index, None) | OPEN | close(ending)])
 
     def closing(self, counts: TokenCounts) -> bytes:
         """The end of a stream: the event that carries the usage and no choice, if one is wanted, and [DONE]."""
@@ -239,6 +257,13 @@ class ChatFormat(ChoicesFormat):
     streamed_object = "chat.completion.chunk"
     whole_object = "chat.completion"
 
+    def __init__(
+        self, head: Head, choices: int, nulls: bool, *, logprobs: bool = False, prompt_logprobs: int | None = None
+    ) -> None:
+        """As ChoicesFormat, and which logprobs are told, of how many of the likeliest tokens in the prompt."""
+        super().__init__(head, choices, nulls)
+        self._logprobs, self._prompt_top = logprobs, prompt_logprobs
+
     def opening(self) -> bytes:
         """The first chunk of each choice: its role."""
         delta = {"role": "assistant", "content": ""}
@@ -247,15 +272,26 @@ class ChatFormat(ChoicesFormat):
     def _streamed_choice(self, index: int, text: str | None) -> dict[str, Any]:
         return {"index": index, "delta": {} if text is None else {"content": text}}
 
-    def parts(self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece]) -> bytes:
+    def parts(
+        self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece], logprobs: Logprobs = ()
+    ) -> bytes:
         """A chunk whose delta has reasoning, content and tool calls, in this order, where it has them."""
         delta: dict[str, Any] = reasoned(reasoning) | ({"content": text} if text else {})
         if tool_calls := [piece.delta() for piece in calls]:
             delta["tool_calls"] = tool_calls
-        return self._chunk([{"index": index, "delta": delta} | OPEN])
+        told = {"logprobs": chat_logprobs(logprobs)} if logprobs else {}
+        return self._chunk([{"index": index, "delta": delta} | OPEN | told])
+
+    def whole(self, choices: list[Said], endings: list[Ending], counts: TokenCounts) -> dict[str, Any]:
+        """The answer that is not streamed."""
+        answer = super().whole(choices, endings, counts)
+        if self._prompt_top is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(choices[0].prompt, self._prompt_top)
+        return answer
 
     def _whole_choice(self, index: int, said: Said) -> dict[str, Any]:
-        return {"index": index, "message": said.message()}
+        told = chat_logprobs(said.logprobs) if self._logprobs else None
+        return {"index": index, "message": said.message(), "logprobs": told}
 
 
 class CompletionFormat(ChoicesFormat):
@@ -265,26 +301,65 @@ class CompletionFormat(ChoicesFormat):
     streamed_object = "text_completion"
     whole_object = "text_completion"
 
-    def __init__(self, head: Head, choices: int, nulls: bool, echo: list[str] | None) -> None:
-        """As ChoicesFormat."""
+    def __init__(
+        self,
+        head: Head,
+        choices: int,
+        nulls: bool,
+        echo: list[Echo] | None,
+        *,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        """As ChoicesFormat, and which logprobs are told, of how many of the likeliest tokens."""
         super().__init__(head, choices, nulls)
         self._echo = echo
+        self._prompt_top = prompt_logprobs
+        self._logprobs: list[TextLogprobs] = []
+        if logprobs is not None:
+            texts = [one.text for one in echo] if echo is not None else [""] * choices
+            self._logprobs = [TextLogprobs(logprobs, text) for text in texts]
 
     def opening(self) -> bytes:
         """The echoes, if any."""
-        return b"".join(self.piece(index, text) for index, text in enumerate(self._echo or ()))
+        echoes = self._echo or []
+        if not self._logprobs:
+            return b"".join(self.piece(index, echo.text) for index, echo in enumerate(echoes))
+        pairs = enumerate(zip(echoes, self._logprobs, strict=False))
+        return b"".join(self._with(index, echo.text, told.first(echo.first)) for index, (echo, told) in pairs)
+
+    def prompt(self, index: int, logprobs: Logprobs) -> bytes:
+        """Of an echo, whose text has been sent."""
+        if self._echo is None or not self._logprobs:
+            return b""
+        return self._with(index, "", self._logprobs[index].prompt(logprobs))
 
     def _streamed_choice(self, index: int, text: str | None) -> dict[str, Any]:
         return {"index": index, "text": text or ""}
 
-    def parts(self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece]) -> bytes:
-        """The text: a continuation has nothing else."""
-        return self.piece(index, text)
+    def parts(
+        self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece], logprobs: Logprobs = ()
+    ) -> bytes:
+        """Text and logprobs: a continuation has nothing else."""
+        return self._with(index, text, self._logprobs[index].answer(logprobs))
+
+    def _with(self, index: int, text: str, logprobs: dict[str, Any]) -> bytes:
+        return self._chunk([self._streamed_choice(index, text) | OPEN | {"logprobs": logprobs}])
 
     def _whole_choice(self, index: int, said: Said) -> dict[str, Any]:
-        return {"index": index, "text": said.text if self._echo is None else self._echo[index] + said.text}
+        echo = self._echo[index] if self._echo is not None else None
+        choice = self._streamed_choice(index, said.text if echo is None else echo.text + said.text)
+        choice["logprobs"] = None
+        if self._logprobs:
+            told = self._logprobs[index]
+            parts = [told.first(echo.first), told.prompt(said.prompt)] if echo is not None else []
+            parts.append(told.answer(said.logprobs))
+            choice["logprobs"] = {name: [value for part in parts for value in part[name]] for name in parts[0]}
+        if self._prompt_top is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(said.prompt, self._prompt_top)
+        return choice
 
 
 def close(ending: Ending) -> dict[str, Any]:
     """The fields of a choice that has ended."""
-    return {"logprobs": None, "finish_reason": ending.reason, "stop_reason": ending.matched}
+    return {"finish_reason": ending.reason, "stop_reason": ending.matched}

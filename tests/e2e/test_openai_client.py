@@ -89,6 +89,44 @@ def test_completions(sync: openai.OpenAI) -> None:
     assert sync.completions.create(prompt="x", model="smollm2").usage.completion_tokens <= 16  # type: ignore[union-attr]
 
 
+def test_logprobs_of_an_echo(sync: openai.OpenAI) -> None:
+    """Transformers' values (float32), cold, warm and streamed; a character of three tokens; offsets counted by hand."""
+    text = "The capital of France is Paris, na\u00efve \u65e5"
+    values = [-11.5393, -0.3376, -2.4387, -0.4509, -0.2581, -1.6585, -18.1905, -3.0233, -18.3357, -3.2468, -3.3976]
+    words = ["The", " capital", " of", " France", " is", " Paris", ",", " na", "\u00efve"]
+    body: Any = {"prompt": text, "model": "smollm2", "temperature": 0, "echo": True, "logprobs": 2}
+    for length in (0, 1, 1):
+        choice = sync.completions.create(max_tokens=length, **body).choices[0]
+        assert choice.text == text + "\u672c"[:length]
+        told: Any = choice.logprobs
+        assert told.tokens == [*words, "bytes: \\xe6", "bytes:\\x97", "bytes:\\xa5", *["\u672c"][:length]]
+        assert told.token_logprobs[0] is None
+        assert told.token_logprobs[1:] == pytest.approx([*values, *[-0.1675][:length]], abs=1e-3)
+        assert told.text_offset == [0, 3, 11, 14, 21, 24, 30, 31, 34, 37, 38, 38, *[39][:length]]
+        assert told.top_logprobs[1] == pytest.approx({"-": -0.8655, ",": -2.6532, " capital": -11.5393}, abs=1e-3)
+        assert told.top_logprobs[2] == pytest.approx({" of": -0.3376, " city": -2.3196}, abs=1e-3)
+    with sync.completions.create(max_tokens=1, stream=True, **body) as stream:
+        chunks = [chunk.choices[0] for chunk in stream]
+    assert "".join(chunk.text for chunk in chunks) == choice.text
+    for name in ("tokens", "text_offset"):
+        joined = [value for chunk in chunks if chunk.logprobs for value in getattr(chunk.logprobs, name)]
+        assert joined == getattr(told, name)
+
+
+def test_logprobs_of_a_chat(sync: openai.OpenAI) -> None:
+    """Greedily, every token is the likeliest; joined, they are the text."""
+    answer = sync.chat.completions.create(messages=GRAVITY, logprobs=True, top_logprobs=3, **GREEDY)
+    found: Any = answer.choices[0].logprobs
+    assert "".join(one.token for one in found.content) == answer.choices[0].message.content
+    assert len(found.content) == 10
+    for one in found.content:
+        assert len(one.top_logprobs) == 3
+        assert (one.token, one.bytes, one.logprob) == tuple(
+            getattr(one.top_logprobs[0], name) for name in ("token", "bytes", "logprob")
+        )
+        assert 0 >= one.logprob >= one.top_logprobs[1].logprob >= one.top_logprobs[2].logprob
+
+
 def test_stop(sync: openai.OpenAI) -> None:
     for stop in (" 6", ["nowhere", " 6"]):
         answer = sync.completions.create(prompt="1, 2, 3,", stop=stop, **GREEDY)

@@ -175,7 +175,6 @@ HARMLESS = [
     {"prompt_cache_retention": "24h"},
     {"safety_identifier": "s"},
     {"response_format": {"type": "text"}},
-    {"logprobs": False},
     {"modalities": ["text"]},
     {"verbosity": "medium"},
     {"best_of": 1},
@@ -194,10 +193,6 @@ def test_harmless_fields(http, gateway, engine, kit, path, fields):
 UNSERVED = [
     {"functions": [{"name": "f"}]},
     {"function_call": {"name": "f"}},
-    {"logprobs": True},
-    {"logprobs": 0},
-    {"logprobs": 5},
-    {"top_logprobs": 2},
     {"best_of": 2},
     {"suffix": "s"},
     {"audio": {"voice": "alloy", "format": "wav"}},

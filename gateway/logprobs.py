@@ -1,0 +1,120 @@
+"""Logprobs as OpenAI's and vLLM's JSON. Knows no stream and no engine."""
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from fulcrum.v1 import inference_pb2 as pb
+
+Logprobs = Sequence[pb.TokenLogprob]
+
+# JSON has no infinities: what is less likely (or no number) counts as this, as with OpenAI and vLLM.
+LEAST = -9999.0
+
+
+def finite(logprob: float) -> float:
+    """A number that JSON has."""
+    return logprob if logprob > LEAST else LEAST
+
+
+def token_text(raw: bytes, broken: str = "") -> str:
+    r"""A token as text; behind the prefix `broken`, and with its other bytes as `\xf0`, where it is no whole text."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return broken + raw.decode(errors="backslashreplace")
+
+
+def chat_logprobs(tokens: Logprobs) -> dict[str, Any]:
+    """The `logprobs` of a chat's choice or chunk."""
+
+    def entry(one: pb.TokenLogprob | pb.TopLogprob) -> dict[str, Any]:
+        return {"token": token_text(one.bytes), "logprob": finite(one.logprob), "bytes": list(one.bytes)}
+
+    content = [entry(token) | {"top_logprobs": [entry(one) for one in token.top]} for token in tokens]
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(tokens: Logprobs, top: int) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each token of the prompt the logprobs by token id; none of the first one."""
+
+    def entry(one: pb.TokenLogprob | pb.TopLogprob) -> dict[str, Any]:
+        return {"logprob": finite(one.logprob), "decoded_token": token_text(one.bytes)}
+
+    return [
+        None,
+        *(
+            {str(token.token_id): entry(token)} | {str(one.token_id): entry(one) for one in token.top[:top]}
+            for token in tokens
+        ),
+    ]
+
+
+class Offsets:
+    """Where in a text each of its tokens begins, in characters: one that begins within a character begins with it."""
+
+    def __init__(self, start: int = 0) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._end = start
+
+    def next(self, raw: bytes) -> int:
+        """The offset of the next token, which adds these bytes to the text."""
+        offset = self._end
+        self._end += len(self._utf8.decode(raw))
+        return offset
+
+
+class TextLogprobs:
+    """The `logprobs` of a text completion's choice, as it grows.
+
+    Args:
+        top: how many of the likeliest tokens are told.
+        echo: the prompt, if it is a part of the text.
+    """
+
+    def __init__(self, top: int, echo: str = "") -> None:
+        self._top = top
+        self._echo = echo.encode()
+        self._at = 0  # in it
+        self._in_echo, self._in_answer = Offsets(), Offsets(len(echo))
+
+    def first(self, raw: bytes) -> dict[str, Any]:
+        """Of the prompt's first token, which has no logprob."""
+        text = token_text(raw, "bytes:")
+        return {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [self._echoed(raw)]}
+
+    def prompt(self, tokens: Logprobs) -> dict[str, Any]:
+        """Of the prompt's next tokens."""
+        return self._of(tokens, [self._echoed(token.bytes) for token in tokens])
+
+    def answer(self, tokens: Logprobs) -> dict[str, Any]:
+        """Of the next generated tokens."""
+        return self._of(tokens, [self._in_answer.next(b"" if token.hidden else token.bytes) for token in tokens])
+
+    def _echoed(self, raw: bytes) -> int:
+        """The offset of a token of the prompt: one that the tokenizer added (as BOS) takes no place."""
+        echo, at = self._echo, self._at
+        if not at and raw[:1] == b" " and not echo.startswith(b" "):
+            raw = raw[1:]  # SentencePiece's, before the first word
+        if not echo.startswith(raw, at):
+            return self._in_echo.next(b"")
+        self._at += len(raw)
+        return self._in_echo.next(raw)
+
+    def _of(self, tokens: Logprobs, offsets: list[int]) -> dict[str, Any]:
+        return {
+            "tokens": [token_text(token.bytes, "bytes:") for token in tokens],
+            "token_logprobs": [finite(token.logprob) for token in tokens],
+            "top_logprobs": [self._likeliest(token) for token in tokens],
+            "text_offset": offsets,
+        }
+
+    def _likeliest(self, token: pb.TokenLogprob) -> dict[str, float]:
+        """By their texts; the token itself is always there."""
+        found: dict[str, float] = {}
+        for raw, logprob in (
+            *((one.bytes, one.logprob) for one in token.top[: self._top]),
+            (token.bytes, token.logprob),
+        ):
+            found.setdefault(token_text(raw, "bytes:"), finite(logprob))
+        return found
