@@ -12,7 +12,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 export PIP_ROOT_USER_ACTION ?= ignore
 
-.PHONY: help serve test test-full lint types format proto clean
+.PHONY: help serve test test-full lint types audit format proto clean
 .DELETE_ON_ERROR:
 
 help: ## Lists the targets
@@ -35,6 +35,10 @@ lint: .venv/dev.stamp ## Formatting, style, the contract's style, and who may im
 
 types: .venv/dev.stamp ## mypy, strict
 	@$(BIN)/mypy
+
+audit: .venv/dev.stamp ## Looks for known vulnerabilities of what .venv holds (asks the Internet, so it is not part of CI)
+	@$(PIP) install --no-compile pip-audit
+	@$(BIN)/pip-audit --local --skip-editable
 
 format: .venv/dev.stamp ## Formats the code and mends what ruff can mend
 	@$(BIN)/ruff check --quiet --fix-only .

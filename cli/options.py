@@ -224,6 +224,11 @@ service_settings = together(
         help="Highest priority of callers whose key does not say.",
     ),
     option(
+        "--log-requests/--no-log-requests",
+        default=False,
+        help="Log each accepted request, prompt and all (else no log holds any text).",
+    ),
+    option(
         "--share-prefixes/--no-share-prefixes",
         default=False,
         help="Share cached prefixes between tenants too, where a request has no salt.",

@@ -81,6 +81,7 @@ def service_config(params: Params, model: Path, *, grpc_port: int, admin: bool =
             tls_client_ca=params["tls_client_ca"],
             max_priority=params["max_priority"],
             share_prefixes=params["share_prefixes"],
+            log_requests=params["log_requests"],
             chat_template=params["chat_template"],
             tool_parser=params["tool_parser"],
             reasoning_parser=params["reasoning_parser"],

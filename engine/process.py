@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NoReturn
 
 from engine.config import EngineConfig
 from engine.model.errors import ModelError
+from engine.own_folder import OwnFolder
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class CoreProcess:
             ModelError: the core could not be made; the message says why.
         """
         settings = {"config": config_to_json(config), "progress": progress, "log_format": log_format}
-        with tempfile.TemporaryDirectory(prefix="fulcrum-") as folder:
+        with OwnFolder() as folder:
             core = cls(Path(folder) / "core.sock", settings, restarts)
             try:
                 await core._launch()

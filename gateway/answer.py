@@ -34,6 +34,20 @@ class Piece:
     prompt: Logprobs = ()
 
 
+class PromptRefused(Exception):
+    """One of several prompts is refused.
+
+    Attributes:
+        number: which, from 0.
+        error: why.
+    """
+
+    def __init__(self, number: int, error: grpc.aio.AioRpcError) -> None:
+        super().__init__(number, error)
+        self.number = number
+        self.error = error
+
+
 class Answer:
     """What the engine generates for one HTTP request: `n` choices for each prompt. Close it, or its calls run on."""
 
@@ -65,15 +79,19 @@ class Answer:
     async def open(cls, pool: EnginePool, requests: list[pb.GenerateRequest], n: int, context: CallContext) -> "Answer":
         """Starts one Generate for each request and waits until all are accepted.
 
-        Raises: AioRpcError or ApiError of the first one that is refused; then the others are cancelled.
+        Raises: AioRpcError (of several prompts, PromptRefused) or ApiError of the first one that is refused; then the
+            others are cancelled.
         """
         tasks = [asyncio.create_task(pool.generate(request, context)) for request in requests]
         generations: list[Generation] = []
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            refused = [error for task in tasks if task.done() and (error := task.exception())]
-            if refused:
-                raise refused[0]
+            for number, task in enumerate(tasks):
+                error = task.exception() if task.done() else None
+                if isinstance(error, grpc.aio.AioRpcError) and len(tasks) > 1:
+                    raise PromptRefused(number, error)
+                if error is not None:
+                    raise error
             generations = [task.result() for task in tasks]
             return cls(generations, n)
         finally:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from fulcrum.v1 import inference_pb2 as pb
-from gateway.answer import Answer
+from gateway.answer import Answer, PromptRefused
 from gateway.config import GatewayConfig
 from gateway.engines import CallContext, EnginePool
 from gateway.errors import ApiError, from_rpc, no_engine
@@ -241,6 +241,12 @@ class Routes:
         """Awaits engine work unless the client goes. Raises: ApiError for the engine's refusal; ClientDisconnect."""
         try:
             return await unless_gone(request.receive, work)
+        except PromptRefused as refused:
+            which = f"prompt[{refused.number}]"
+            told = from_rpc(refused.error, names | {"prompt": which}, request.state.request_id)
+            if told.status == 400 and not (told.param or "").startswith(which):
+                told.message += f" (of {which})"
+            raise told from refused
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error, names, request.state.request_id) from error
 

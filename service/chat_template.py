@@ -4,6 +4,7 @@ Templates are Jinja, come from the operator (the model's files or --chat-templat
 """
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -15,11 +16,13 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from engine.model.config import read_json
 from engine.model.errors import ModelError
-from service.tokenizer import read_json
 
 # Longest text that a template may render, characters. A window of a million tokens is about four million characters.
 MAX_CHARACTERS = 64 << 20
+# Longest time from piece to piece of it, all together; templates that never write are the operator's own fault.
+MAX_SECONDS = 20.0
 # Between the text parts of one message, for templates that take strings alone.
 PART_SEPARATOR = "\n"
 # Written behind the message that is to be continued, and cut off again with what the template put after it.
@@ -97,7 +100,7 @@ class ChatTemplate:
         files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
         sources = {name: _read_source(path) for name, path in files.items() if path.is_file()}
         if not sources:
-            entry = read_json(folder / "tokenizer_config.json").get("chat_template")
+            entry = read_json(folder / "tokenizer_config.json", optional=True).get("chat_template")
             if isinstance(entry, str):
                 sources = {"default": entry}
             elif isinstance(entry, list):
@@ -236,17 +239,19 @@ def _cut_at_mark(text: str, final: str) -> str:
 
 
 def _bounded(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-    pieces, size = [], 0
+    pieces, size, end = [], 0, time.monotonic() + MAX_SECONDS
     try:
         for piece in template.generate(variables):
             size += len(piece)
+            if time.monotonic() > end:
+                raise TemplateError(f"the chat template took longer than {MAX_SECONDS:g} s")
             if size > MAX_CHARACTERS:
                 raise TemplateError(f"the chat template rendered more than {MAX_CHARACTERS} characters")
             pieces.append(piece)
     except jinja2.TemplateError as error:
         raise TemplateError(error.message or type(error).__name__) from error
     # What an expression of the template may raise in Python, such as None + "text".
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
         raise TemplateError(f"{type(error).__name__}: {error}") from error
     return "".join(pieces)
 

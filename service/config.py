@@ -34,6 +34,7 @@ class ServiceConfig:
         tls_cert, tls_key: PEM files: TCP addresses speak TLS alone. Unix sockets never do.
         tls_client_ca: and their clients must have a certificate of these authorities.
         max_priority: highest `priority` of callers whose key does not say. None: no limit without keys, 0 with keys.
+        log_requests: write each accepted request into the log, prompt and all.
         share_prefixes: requests without a salt share cached prefixes with those of other tenants.
         chat_template: a jinja file instead of the model's own template.
         tool_parser, reasoning_parser: how the model writes tool calls and reasoning: a name known to service.parsers,
@@ -63,6 +64,7 @@ class ServiceConfig:
     tls_client_ca: Path | None = None
     max_priority: int | None = None
     share_prefixes: bool = False
+    log_requests: bool = False
     chat_template: Path | None = None
     tool_parser: str = AUTO
     reasoning_parser: str = AUTO

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import sys
-import tempfile
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ import msgspec
 
 from engine.frames import HEADER_BYTES, frame_length, to_frame
 from engine.grammar import Vocabulary
+from engine.own_folder import OwnFolder
 from service.errors import ApiError
 from service.grammar_worker import READY, Job, Result, Setup
 from service.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ class GrammarCompiler:
         self._running: dict[Constraint, asyncio.Task[Result]] = {}
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._starting = asyncio.Lock()
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: OwnFolder | None = None
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -164,7 +164,7 @@ class GrammarCompiler:
             if self._folder is not None:
                 logger.warning("the grammar compiler has ended: starting another")
                 self._folder.cleanup()
-            self._folder = tempfile.TemporaryDirectory(prefix="fulcrum-")
+            self._folder = OwnFolder()
             path = Path(self._folder.name, "socket")
             vocabulary = await asyncio.to_thread(lambda: self.vocabulary)
             # The worker forks: it must have no threads.

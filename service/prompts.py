@@ -71,6 +71,9 @@ class Prompts:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _chat(self, chat: pb.Chat, window: int | None) -> ChatPrompt:
+        if window is not None and len(chat.messages) > window:  # each is a token at least
+            count = len(chat.messages)
+            raise window_exceeded("chat", window, f"the chat has {count} messages", prompt_tokens=count)
         variables = _check_chat(chat)
         tools = offered_tools(chat)
         if tools:

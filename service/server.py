@@ -109,6 +109,7 @@ async def serve(
                 figures=figures,
                 tracer=tracer,
                 share_prefixes=config.share_prefixes,
+                log_requests=config.log_requests,
             ),
             main,
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
+from google.protobuf.json_format import MessageToJson
 
 from engine.client import CoreClient, CoreDied, RequestStream
 from engine.messages import RequestStart
@@ -31,6 +32,8 @@ from telemetry.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
+_LOGGED_CHARACTERS = 16_384
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -43,7 +46,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         authenticator: tells what a caller may ask for.
         live: the open Generate calls.
         grammars: compiles what constrains a text.
-        share_prefixes: as in ServiceConfig.
+        share_prefixes, log_requests: as in ServiceConfig.
         figures: counts what happens.
         tracer: makes spans of it (None: there are none).
     """
@@ -59,6 +62,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         figures: Figures,
         tracer: Tracer | None,
         share_prefixes: bool,
+        log_requests: bool,
     ) -> None:
         self._core = core
         self._figures = figures
@@ -68,6 +72,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._authenticator = authenticator
         self._live = live
         self._share_prefixes = share_prefixes
+        self._log_requests = log_requests
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Everything that can be refused is refused before `Accepted`; see the proto for the order of the events."""
@@ -121,6 +126,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         stream = await self._submit(job, grammar, field)
         record.accept(job, name)
         about, what = (asked.request_id, record.label), record.fields
+        if self._log_requests:
+            shown = MessageToJson(request, indent=None, preserving_proto_field_name=True, ensure_ascii=False)
+            logger.info("request %s (%s): %.*s", asked.request_id, record.label, _LOGGED_CHARACTERS, shown)
         logger.debug("request %s (%s) is accepted: %d prompt tokens", *about, len(prompt), extra=what)
         try:
             await context.write(pb.GenerateResponse(accepted=pb.Accepted(request_id=asked.request_id, model=name)))
@@ -234,13 +242,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Token ids and bytes of a text or a rendered chat."""
         self._model.resolve(request.model)
-        prompts = self._model.prompts
+        prompts, window = self._model.prompts, self._core.info.max_model_len
         match request.WhichOneof("prompt"):
             case "text":
                 special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-                ids = await prompts.text(request.text, add_special_tokens=special)
+                ids = await prompts.text(request.text, add_special_tokens=special, window=window)
             case "chat":
-                ids = (await prompts.chat(request.chat)).ids
+                ids = (await prompts.chat(request.chat, window=window)).ids
             case _:
                 raise invalid([Violation("prompt", "one of text and chat is needed")])
         token_bytes = await prompts.run(lambda: [prompts.tokenizer.token_bytes(token_id) for token_id in ids])

@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from engine.model.config import read_json
 from engine.model.errors import ModelError
 from engine.model.gguf_header import read_gguf_metadata
 
@@ -89,8 +90,8 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
             raise ModelError(f"{path}: not a tokenizer that can be read: {error}") from error
-        config = read_json(folder / "tokenizer_config.json")
-        named = {**read_json(folder / "special_tokens_map.json"), **config}
+        config = read_json(folder / "tokenizer_config.json", optional=True)
+        named = {**read_json(folder / "special_tokens_map.json", optional=True), **config}
         names = {}
         for name in (*SPECIAL_NAMES, *FURTHER_SPECIAL_NAMES):
             value = named.get(name)
@@ -274,23 +275,6 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTES = _byte_alphabet()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file, {} where there is no such file.
-
-    Raises:
-        ModelError: it is not a JSON object.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return value
 
 
 def _required(metadata: Mapping[str, Any], key: str, path: Path) -> Any:

@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from engine import own_folder
 from engine.client import CoreClient, CoreDied
 from engine.config import EngineConfig
 from engine.model.errors import ModelError
@@ -204,3 +207,31 @@ async def test_what_cannot_start_says_why(config: EngineConfig, changed: dict[st
     with pytest.raises(ModelError, match=named):
         async with CoreProcess.start(settings, progress=False):
             pass
+
+
+def test_folders_of_killed_engines_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folders = {name: tmp_path / f"fulcrum-own-{name}" for name in ("dead", "young", "live")}
+    for folder in folders.values():
+        folder.mkdir()
+        (folder / "core.sock").touch()
+    other = tmp_path / "fulcrum-1000"
+    other.mkdir()
+    (tmp_path / "fulcrum-own-link").symlink_to(other)
+    hour_ago = time.time() - 3600
+    for path in (folders["dead"], folders["live"], other):
+        os.utime(path, (hour_ago, hour_ago))
+    lock = own_folder._locked(folders["live"])
+    own_folder.sweep()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "fulcrum-1000", "fulcrum-own-link", "fulcrum-own-live", "fulcrum-own-young",
+    ]  # fmt: skip
+    assert (folders["live"] / "core.sock").exists()
+    os.close(lock)
+    own_folder.sweep()
+    assert not folders["live"].exists()
+    with own_folder.OwnFolder() as own:
+        os.utime(own, (hour_ago, hour_ago))
+        own_folder.sweep()
+        assert Path(own).exists()
+    assert not Path(own).exists()

@@ -86,7 +86,7 @@ def test_one_refused_prompt_refuses_all(http, gateway, engine, kit, stream):
     body = {"prompt": ["one", "two", "bad"], "stream": stream}
     answer = http.post(f"{gateway}/v1/completions", json=body)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "bad prompt"
+    assert answer.json()["error"]["message"] == "bad prompt (of prompt[2])"
     assert len(engine.calls) == 3
     kit.wait_until(lambda: all(call.cancelled.is_set() for call in engine.calls))
 
@@ -131,3 +131,24 @@ def test_max_tokens_defaults_to_16(client, engine):
     client.completions.create(model="m", prompt="p", max_tokens=None)
     client.completions.create(model="m", prompt="p", max_tokens=5)
     assert [call.request.stopping.max_tokens for call in engine.calls] == [16, 16, 5]
+
+
+@pytest.mark.parametrize(
+    ("field", "prompts", "param", "ending"),
+    [
+        ("text", ["a", "b", "c"], "prompt[2]", "Invalid 'prompt[2]': bad"),
+        ("token_ids.ids[1]", [[97], [98], [99, 1]], "prompt[2][1]", "Invalid 'prompt[2][1]': bad"),
+        ("sampling.top_p", ["a", "b", "c"], "top_p", "Invalid 'top_p': bad (of prompt[2])"),
+        ("text", ["c"], "prompt", "Invalid 'prompt': bad"),
+    ],
+)
+def test_the_refused_prompt_of_several_is_named(http, gateway, engine, kit, field, prompts, param, ending):
+    says = kit.says("fine")
+    refuses = kit.refuses(grpc.StatusCode.INVALID_ARGUMENT, "no", kit.reason("INVALID_PARAMETER"), kit.violation(field))
+    engine.script = lambda request, context: (refuses if request.text == "c" or 99 in request.token_ids.ids else says)(
+        request, context
+    )
+    answer = http.post(f"{gateway}/v1/completions", json={"prompt": prompts})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["message"]) == (param, ending)

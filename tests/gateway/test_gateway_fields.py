@@ -412,3 +412,32 @@ def test_a_large_body_is_checked_too(http, gateway, engine, kit):
     assert list(engine.calls[-1].request.token_ids.ids) == ids
     bad = http.post(f"{gateway}/v1/completions", json={"prompt": ids, "top_p": 2})
     assert (bad.status_code, error_of(bad)["param"]) == (400, "top_p")
+
+
+DEEP = 100_000
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * DEEP + "]" * DEEP,
+        '{"a":' * DEEP + "1" + "}" * DEEP,
+        '{"model": ' + "[" * DEEP + "]" * DEEP + "}",
+        '{"messages": [{"role": "user", "content": ' + "[" * DEEP + "]" * DEEP + "}]}",
+        '{"prompt": "p", "max_tokens": ' + "9" * 100_000 + "}",
+        '{"prompt": "p", "temperature": 1e999999}',
+        '{"prompt": "p", "seed": 1' + "0" * 400 + "}",
+        '{"prompt": [1' + "0" * 30 + "]}",
+        '{"prompt": [-1], "tokens": [-1]}',
+        '{"prompt": [[4294967296]], "tokens": [4294967296]}',
+    ],
+    ids=lambda content: content[:40],
+)
+def test_bombs_are_refused(http, gateway, engine, path, content):
+    """Depths and numbers that no request has, in a body within the limit: a 400 in time, and the gateway goes on."""
+    answer = http.post(f"{gateway}{path}", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert len(answer.content) < 2000
+    assert not engine.calls
+    assert http.get(f"{gateway}/livez").status_code == 200

@@ -383,6 +383,12 @@ def test_continue_final_message_errors() -> None:
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ messages.append(1) }}", "append"),
         ("{{ ''.__class__.__mro__ }}", "unsafe|undefined|not safe"),
+        ("{{ '{0.__class__.__init__.__globals__}'.format(messages) }}", "unsafe|undefined|not safe"),
+        ("{{ cycler.__init__.__globals__.os }}", "unsafe|undefined|not safe"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{% import 'os' as os %}", "no loader"),
+        ("{% set messages.x = 1 %}{{ messages.pop() }}", "."),
+        ("{{ 'x' * 10**15 }}", "MemoryError"),
         ("{% for x in range(10**9) %}{{ x }}{% endfor %}", "Range too big"),
         ("{{ messages[0].content.encode('ascii') }}", "UnicodeEncodeError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
@@ -392,6 +398,37 @@ def test_template_that_fails(source: str, words: str) -> None:
     ours = ChatTemplate({"default": source}, {})
     with pytest.raises(TemplateError, match=words):
         ours.render([USER])
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "''['__class__']",
+        "''|attr('__class__')",
+        "[messages]|map(attribute='__class__')|first",
+        "raise_exception.__globals__",
+        "self._TemplateReference__context",
+        "''.format.__self__",
+        "lipsum.__globals__",
+    ],
+)
+def test_the_inside_of_python_is_undefined(expression: str) -> None:
+    assert ChatTemplate({"default": "{{ " + expression + " }}"}, {}).render([USER]) == ""
+    with pytest.raises(TemplateError, match=r"unsafe|undefined|has no|not safe"):
+        ChatTemplate({"default": "{{ (" + expression + ").x }}"}, {}).render([USER])
+
+
+def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.05)
+    loops = "{% for x in range(90000) %}{% for y in range(90000) %}{{ '' }}{% endfor %}{% endfor %}"
+    with pytest.raises(TemplateError, match=r"longer than 0\.05 s"):
+        ChatTemplate({"default": loops}, {}).render([USER])
+
+
+def test_what_users_write_is_no_template() -> None:
+    hostile = "{{ 7 * 7 }}{% for x in messages %}{{ raise_exception('x') }}{% endfor %}{{ ''.__class__ }}"
+    ours = ChatTemplate({"default": "{{ messages[0].content }}{{ extra }}"}, {})
+    assert ours.render([{"role": "user", "content": hostile}], template_kwargs={"extra": hostile}) == hostile * 2
 
 
 def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

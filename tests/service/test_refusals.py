@@ -354,3 +354,38 @@ async def test_priority_above_the_callers_limit(make_core, serving, details):
         metadata = (("authorization", "Bearer k"),)
         error = details(await refused(server.stub.Generate(request(priority=1), metadata=metadata)))
         assert error.code is grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize("rpc", ["Generate", "Tokenize"])
+async def test_prompts_beyond_the_window_are_refused_before_they_are_tokenized(make_core, serving, details, rpc):
+    """So that a body full of text, or of messages, costs little; the byte model's longest token has 12 bytes."""
+    core = make_core(max_model_len=50)
+    message = pb.ChatMessage(role="user", content=[pb.ContentPart(text="")])
+    kind = {"Generate": pb.GenerateRequest, "Tokenize": pb.TokenizeRequest}[rpc]
+    async with serving(core) as server:
+        for fields in ({"text": "x" * 1_000_000}, {"chat": pb.Chat(messages=[message] * 51)}):
+            call = getattr(server.stub, rpc)(kind(**fields))
+            error = details(await refused(call) if rpc == "Generate" else await refused_unary(call))
+            assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED")
+        # What may be longer than the window, and is, can be counted.
+        assert len((await server.stub.Tokenize(pb.TokenizeRequest(text="x" * 90))).token_ids) == 90
+
+
+async def refused_unary(call):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+async def test_requests_are_in_the_log_only_where_it_is_asked_for(make_core, serving, caplog, wanted):
+    caplog.set_level("DEBUG")
+    core = make_core()
+    core.reply = lambda request: [(0, [65], FinishReason.LENGTH)]
+    async with serving(core, log_requests=wanted) as server:
+        text = "look\nfor me " + "x" * 3000
+        sent = pb.GenerateRequest(request_id="r1", text=text, stopping=pb.StoppingCriteria(max_tokens=5))
+        assert [event async for event in server.stub.Generate(sent, metadata=(("authorization", "Bearer k"),))]
+    assert ('"text": "look\\nfor me xxx' in caplog.text) == wanted
+    assert "Bearer" not in caplog.text
+    assert "r1" in caplog.text
