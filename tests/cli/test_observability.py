@@ -21,7 +21,8 @@ LABEL = "look-for-me"
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 # Of Prometheus' own query language: what our expressions use of it, and what its server makes itself.
 PROMQL = {
-    "sum", "avg", "by", "rate", "deriv", "min_over_time", "histogram_quantile", "label_values", "or", "and", "up",
+    "sum", "avg", "by", "rate", "deriv", "min_over_time", "resets", "histogram_quantile", "label_values", "or", "and",
+    "up",
 }  # fmt: skip
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 

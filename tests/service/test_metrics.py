@@ -120,6 +120,24 @@ async def test_every_end_is_counted_once(make_core, serving, act, reason, vllm_r
     assert value(samples, "fulcrum_service_calls_total", method="Generate", code="INVALID_ARGUMENT") == 1
 
 
+async def test_a_core_that_is_started_again_begins_anew_and_what_it_lost_stays_counted(make_core, serving):
+    core = make_core()
+    async with serving(core, metrics_port=0) as server:
+        call = server.stub.Generate(prompt())
+        await call.read()
+        assert value(await scrape(server), "fulcrum_engine_live_requests") == 1
+        core.die()
+        await ended(call)
+        assert value(await scrape(server), "fulcrum_engine_up") == 0
+        core.revive()
+        async with asyncio.timeout(20):
+            while not value(samples := await scrape(server), "fulcrum_engine_up"):
+                pass
+    assert samples["fulcrum_engine_live_requests", frozenset()] == 0
+    assert samples["fulcrum_engine_requests_accepted_total", frozenset()] == 0
+    assert by_label(samples, "fulcrum_service_finished_total", "reason") == {"unavailable": 1}
+
+
 @pytest.mark.parametrize(
     ("error", "remaining", "reason"),
     [
