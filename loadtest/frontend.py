@@ -4,29 +4,29 @@
 and this package's own client. CPU time, unlike the clock, means something on a busy machine too.
 """
 
-import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any
+
+import click
 
 from loadtest.frontend_core import CoreSettings
 from loadtest.generator import Load, generate
+from loadtest.programs import Program, answer, program, say
 from loadtest.records import Chain, LoadTestError, Prompt, Target
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _START_SECONDS = 120.0
-_STOP_SECONDS = 20.0
 _NAME = "random"
 # Never met, since no random text is that long and that regular; but searched for in every one.
 _STOPS = ("<|never|>", "\n\n\n\n\n\n")
@@ -86,23 +86,23 @@ class Costs:
 
 def measure(setup: Setup) -> Costs:
     """Runs it. Raises: LoadTestError where a process does not start or a request fails."""
-    with tempfile.TemporaryDirectory(prefix="fulcrum-frontend-") as folder, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="fulcrum-frontend-") as folder, ExitStack() as stack:
         core_socket = str(Path(folder) / "core.sock")
         settings = CoreSettings(setup.rows, setup.step_ms / 1e3, setup.tokens + 256, _vocabulary(setup.model))
-        core = stack.enter_context(_process("loadtest.frontend_core", core_socket))
-        _say(core, json.dumps(dataclasses.asdict(settings)))
-        _told(core)
+        core = stack.enter_context(_module("loadtest.frontend_core", core_socket))
+        say(core, json.dumps(dataclasses.asdict(settings)))
+        answer(core, "the core")
         port = _free_port()
         services = [
             stack.enter_context(_service(setup, core_socket, port, number)) for number in range(setup.service_workers)
         ]
-        reports = [_told(service) for service in services]
+        reports = [answer(service, "the service") for service in services]
         gateways = []
         url = f"http://{reports[0]['address']}"
         if setup.backend != "grpc":
-            addresses = [str(address) for report in reports for address in cast(list[str], report["process_addresses"])]
+            addresses = [str(address) for report in reports for address in report["process_addresses"]]
             gateways.append(stack.enter_context(_gateway(setup, addresses)))
-            url = f"http://{_told(gateways[0])['address']}"
+            url = f"http://{answer(gateways[0], 'the gateway')['address']}"
             _healthy(url)
         _send(setup, url, setup.rows, min(64, setup.tokens))  # connections are made, vocabularies warm
         groups = [[process.pid] for process in (core, *services)] + [_family(process.pid) for process in gateways]
@@ -145,10 +145,8 @@ def _send(setup: Setup, url: str, requests: int, tokens: int) -> tuple[int, int,
     return count, events, outcome.duration, cpu
 
 
-def _service(
-    setup: Setup, core_socket: str, port: int, number: int
-) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
-    return _process(
+def _service(setup: Setup, core_socket: str, port: int, number: int) -> AbstractContextManager[Program]:
+    return _module(
         *("cli", "service-worker", "--supervised", f"--core={core_socket}", f"--grpc-port={port}", "--no-admin"),
         f"--own-address=unix:{core_socket}-{number}",
         *(f"--service-workers={max(2, setup.service_workers)}", f"--served-model-name={_NAME}"),
@@ -156,50 +154,16 @@ def _service(
     )
 
 
-def _gateway(setup: Setup, addresses: Sequence[str]) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+def _gateway(setup: Setup, addresses: Sequence[str]) -> AbstractContextManager[Program]:
     engines = ",".join(dict.fromkeys(addresses))
-    return _process(
+    return _module(
         *("cli", "gateway", "--supervised", f"--engine={engines}", "--port=0", f"--workers={setup.workers}"),
         *("--log-level=warning",),
     )
 
 
-@contextlib.contextmanager
-def _process(module: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs `python -m MODULE` with a lifeline on its standard input, for as long as the block lasts."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def _say(process: subprocess.Popen[bytes], line: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(line.encode() + b"\n")
-    process.stdin.flush()
-
-
-def _told(process: subprocess.Popen[bytes]) -> dict[str, object]:
-    """The line by which a process says that it serves. Raises: LoadTestError."""
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise LoadTestError(f"a process ended with status {process.wait()} while it started")
-    facts: dict[str, object] = json.loads(line)
-    return facts
+def _module(name: str, *arguments: str) -> AbstractContextManager[Program]:
+    return program(sys.executable, "-m", name, *arguments)
 
 
 def _healthy(url: str) -> None:
@@ -240,33 +204,22 @@ def _vocabulary(model: Path) -> int:
     return len(read_gguf_metadata(model)["tokenizer.ggml.tokens"])
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.frontend", description=__doc__)
-    parser.add_argument("--model", type=Path, help="folder or GGUF file (default: the default model)")
-    parser.add_argument("--rows", type=int, default=64, help="streams at once")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer")
-    parser.add_argument("--requests", type=int, help="all in all (default: twice the rows)")
-    parser.add_argument("--step-ms", type=float, default=15.0, help="shortest time of a step (0: as fast as it goes)")
-    parser.add_argument("--service-workers", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=1, help="gateway processes")
-    parser.add_argument("--clients", type=int, default=1, help="client processes")
-    parser.add_argument("--backend", choices=("openai", "openai-chat", "grpc"), default="openai")
-    options = parser.parse_args()
+@click.command()
+@click.option("--model", help="Folder, GGUF file or hub id (default: the default model).")
+@click.option("--rows", type=int, default=64, help="Streams at once.")
+@click.option("--tokens", type=int, default=256, help="Tokens of each answer.")
+@click.option("--requests", type=int, help="All in all (default: twice the rows).")
+@click.option("--step-ms", type=float, default=15.0, help="Shortest time of a step (0: as fast as it goes).")
+@click.option("--service-workers", type=int, default=1)
+@click.option("--workers", type=int, default=1, help="Gateway processes.")
+@click.option("--clients", type=int, default=1, help="Client processes.")
+@click.option("--backend", type=click.Choice(["openai", "openai-chat", "grpc"]), default="openai")
+def main(model: str | None, requests: int | None, **params: Any) -> None:
+    """Measure what a streamed token costs outside the model."""
     from engine.hub import resolve_model
 
-    setup = Setup(
-        options.model or resolve_model(None, progress=False),
-        options.rows,
-        options.tokens,
-        options.requests or 2 * options.rows,
-        options.step_ms,
-        options.service_workers,
-        options.workers,
-        options.clients,
-        options.backend,
-    )
-    sys.stdout.write(measure(setup).lines() + "\n")
+    setup = Setup(resolve_model(model, progress=False), requests=requests or 2 * params["rows"], **params)
+    click.echo(measure(setup).lines())
 
 
 if __name__ == "__main__":

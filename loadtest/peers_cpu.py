@@ -5,29 +5,29 @@ by the client of `fulcrum bench serve`, with prompts of random token ids, each s
 Knows how its peers are started, and nothing of their insides (peer_llama_cpp.py, peer_transformers.py).
 """
 
-import json
 import os
-import re
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
 
 from loadtest.datasets import Sampling
 from loadtest.environment import environment
+from loadtest.programs import answer, program, say
 from loadtest.records import LoadTestError, Target
 from loadtest.report import check_folder, result_json, save
 from loadtest.serve import LoadTest
+from loadtest.suite_server import serving
 from loadtest.tables import ROWS, rows_table
 
 _FIGURES = ("output_throughput", "p50_ttft_ms", "p50_itl_ms", "p99_itl_ms")
+_START_SECONDS = 300.0
 _FOLDER = Path(__file__).parent
 
 
@@ -74,20 +74,9 @@ def measure_server(url: str, shape: Shape, streams: int, seed: int) -> dict[str,
 @contextmanager
 def fulcrum(model: str, shape: Shape, streams: int, threads: int, dtype: str) -> Iterator[Peer]:
     """Our own gateway, service and core."""
-    settings = [
-        f"--threads={threads}",
-        f"--dtype={dtype}",
-        f"--max-num-seqs={streams}",
-        "--device=cpu",
-        "--log-level=warning",
-    ]
-    with _program([sys.executable, "-m", "cli", "serve", model, "--port=0", "--grpc-port=0", *settings]) as process:
-        for line in process.stdout or ():
-            if found := re.search(r"OpenAI API\s+(http://[^/\s]+)", line):
-                break
-        else:
-            raise LoadTestError("fulcrum serve ended before it served")
-        url = found.group(1)
+    settings = [f"--threads={threads}", f"--dtype={dtype}", f"--max-num-seqs={streams}", "--device=cpu"]
+    with TemporaryDirectory() as folder, serving(model, settings, Path(folder) / "log", _START_SECONDS) as server:
+        url = server.target.url
         yield Peer("Fulcrum, HTTP", dtype, None, lambda count, seed: measure_server(url, shape, count, seed))
 
 
@@ -96,8 +85,8 @@ def llama_cpp(python: Path, model: str, shape: Shape, streams: int, threads: int
     """llama.cpp's server, with a slot for each stream."""
     tokens = shape.input_len + shape.output_len + 16
     script = _FOLDER / "peer_llama_cpp.py"
-    with _program([str(python), "-I", str(script), model, str(threads), str(streams), str(tokens)]) as process:
-        said = _answer(process, "llama.cpp")
+    with program(str(python), "-I", str(script), model, str(threads), str(streams), str(tokens)) as process:
+        said = answer(process, "llama.cpp")
         weights = model.rpartition(".gguf")[0].rpartition(".")[2]
         measure = lambda count, seed: measure_server(said["url"], shape, count, seed)  # noqa: E731
         yield Peer("llama.cpp (xllamacpp), HTTP", weights, said["version"], measure)
@@ -107,14 +96,12 @@ def llama_cpp(python: Path, model: str, shape: Shape, streams: int, threads: int
 def transformers(python: Path, model: str, shape: Shape, threads: int, dtype: str) -> Iterator[Peer]:
     """`generate`, one batch at a time."""
     script = _FOLDER / "peer_transformers.py"
-    with _program([str(python), "-I", str(script), model, str(threads), dtype]) as process:
-        version = _answer(process, "transformers")["version"]
+    with program(str(python), "-I", str(script), model, str(threads), dtype) as process:
+        version = answer(process, "transformers")["version"]
 
         def measure(count: int, seed: int) -> Mapping[str, float]:
-            assert process.stdin
-            process.stdin.write(f"{count} {shape.input_len} {shape.output_len} {seed}\n")
-            process.stdin.flush()
-            return _answer(process, "transformers")
+            say(process, f"{count} {shape.input_len} {shape.output_len} {seed}")
+            return answer(process, "transformers")
 
         yield Peer("transformers `generate`", dtype, version, measure)
 
@@ -138,32 +125,6 @@ def rounds(peers: Sequence[Peer], streams: Sequence[int], repeat: int) -> list[d
             row |= {name: statistics.median(run[name] for run in runs) for name in runs[0]}
             rows.append(row | {"output_throughput_min": min(rates), "output_throughput_max": max(rates)})
     return rows
-
-
-@contextmanager
-def _program(arguments: Sequence[str]) -> Iterator["subprocess.Popen[str]"]:
-    """A program with pipes; ends with its standard input, or is told to."""
-    process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.communicate(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-
-
-def _answer(process: "subprocess.Popen[str]", name: str) -> dict[str, Any]:
-    line = process.stdout.readline() if process.stdout else ""
-    if not line.startswith("{"):
-        raise LoadTestError(f"{name} ended with status {process.wait()}; it needs its package: see --help")
-    try:
-        fields: dict[str, Any] = json.loads(line)
-    except ValueError as error:
-        raise LoadTestError(f"{name} said no JSON: {line[:200]!r}") from error
-    return fields
 
 
 def _counts(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:

@@ -73,7 +73,7 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, options: Sequence[str], log: Path, start_seconds: float) -> Iterator[Server]:
+def serving(model: Path | str, options: Sequence[str], log: Path, start_seconds: float) -> Iterator[Server]:
     """A server for `model` with these further options, on free ports; it ends with the block.
 
     Raises: LoadTestError when it does not serve within `start_seconds`. One of the block gets the end of the log too.

@@ -45,7 +45,6 @@ COMPARED: Columns = (
     ("ITL p99, ms", "p99_itl_ms"),
 )
 ROWS: Mapping[str, Columns] = {
-    "decode": (("", "label"), ("when", "when"), ("1 stream", "streams_1"), ("16 streams", "streams_16")),
     "peers": (
         ("", "label"),
         ("weights", "weights"),
@@ -75,14 +74,6 @@ ROWS: Mapping[str, Columns] = {
         ("queued p50, s", "queued_p50_s"),
         ("queued p99, s", "queued_p99_s"),
         ("queued max, s", "queued_max_s"),
-    ),
-    "kernels": (
-        ("kernel", "kernel"),
-        ("shape", "shape"),
-        ("µs", "us"),
-        ("torch µs", "torch_us"),
-        ("TB/s", "tb_per_s"),
-        ("TFLOP/s", "tflop_per_s"),
     ),
 }
 """Kinds of tables whose file has "rows": columns by kind. A column that no row has is left out."""

@@ -10,9 +10,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from loadtest import peers_cpu
+from loadtest import programs
 from loadtest.environment import command
 from loadtest.peers_cpu import Peer, Shape, llama_cpp, main, measure_server, rounds, transformers
+from loadtest.programs import program
 from loadtest.records import LoadTestError
 
 
@@ -86,8 +87,8 @@ def test_a_peer_that_cannot_start_is_named(monkeypatch, tmp_path):
         pytest.fail("xllamacpp is no package of this project")
 
 
-def test_no_process_is_left(monkeypatch):
-    with peers_cpu._program([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+def test_no_process_is_left():
+    with program(sys.executable, "-c", "import time; time.sleep(600)") as process:
         assert process.poll() is None
     assert process.returncode == -subprocess.signal.SIGTERM
 
@@ -119,14 +120,14 @@ def test_streams_are_whole_numbers(streams):
 
 
 def test_a_program_that_cannot_be_started_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(peers_cpu.sys, "executable", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
     ran = CliRunner().invoke(main, ["model.gguf"])
     assert (ran.exit_code, ran.stderr.startswith("Error: [Errno 2]")) == (1, True)
 
 
 def test_a_peer_that_says_no_json_is_told():
     with (
-        peers_cpu._program([sys.executable, "-c", "print('{nonsense')"]) as process,
+        program(sys.executable, "-c", "print('{nonsense')") as process,
         pytest.raises(LoadTestError, match="peer said no JSON"),
     ):
-        peers_cpu._answer(process, "peer")
+        programs.answer(process, "peer")
