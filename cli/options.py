@@ -48,6 +48,24 @@ class Budget(click.ParamType[int | float]):
         return int(number * _UNITS[unit])
 
 
+class Window(click.ParamType[tuple[int, int]]):
+    """MIN,MAX, or one number for both."""
+
+    name = "min,max"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        """Fails, naming the option, for another text."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = [int(each) for each in str(value).strip("()").split(",")]  # a child is given (2, 4)
+        except ValueError:
+            numbers = []
+        if len(numbers) not in (1, 2):
+            self.fail(f"{value!r} is not of the form MIN,MAX", param, ctx)
+        return numbers[0], numbers[-1]
+
+
 def option(name: str, *aliases: str, **settings: Any) -> Decorator[Any]:
     """A click option that FULCRUM_NAME also sets (several values: separated by blanks) and whose help says so."""
     variable = "FULCRUM_" + name.partition("/")[0].removeprefix("--").replace("-", "_").upper()
@@ -157,6 +175,19 @@ engine_settings = together(
         "--reserve-full-length/--no-reserve-full-length",
         default=False,
         help="Give a sequence the pages of its prompt and max_tokens at once; kept to measure against.",
+    ),
+    option(
+        "--speculative",
+        default="off",
+        type=click.Choice(["off", "ngram"]),
+        help="ngram: guess tokens from what stood before and verify several in one step; the text stays the same.",
+    ),
+    option("--speculative-length", default=8, type=int, help="Most tokens guessed for a sequence in a step."),
+    option(
+        "--speculative-window",
+        default="2,4",
+        type=Window(),
+        help="Shortest and longest run of tokens whose last occurrence is looked for.",
     ),
     option("--look-ahead", default=4, type=int, help="Requests that do not fit and may be passed by; 0: first come."),
     option("--overlap/--no-overlap", default=True, help="CUDA: launch a step before the last one is read back."),

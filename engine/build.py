@@ -39,6 +39,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[EngineCo
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         traces=config.trace_requests > 0,
+        max_samples=limits.max_samples,
         version=importlib.metadata.version("fulcrum-llm"),
     )
     grammars = Grammars()
@@ -68,6 +69,9 @@ def new_scheduler(
         max_queue_requests=config.max_queue_requests,
         max_queue_tokens=config.max_queue_tokens,
         look_ahead=config.look_ahead,
+        speculative_length=0 if config.speculative == "off" else config.speculative_length,
+        speculative_window=config.speculative_window,
+        max_samples=info.max_samples,
         seed=config.seed,
         grammars=grammars,
         tracer=tracer,

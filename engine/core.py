@@ -157,7 +157,7 @@ class EngineCore:
     def _count(self, step: Step) -> None:
         stats = self.scheduler.stats
         stats.steps += 1
-        rows, tokens = len(step.works), step.num_tokens
+        rows, tokens = len(step.works) - step.num_drafts, step.num_tokens
         stats.last_step_rows, stats.last_step_tokens = rows, tokens
         stats.max_step_rows = max(stats.max_step_rows, rows)
         stats.scheduled_rows += rows

@@ -49,6 +49,9 @@ class Matcher(Protocol):
     def accept(self, token: int) -> bool:
         """Goes on by one sampled token; False (and nothing changed) where the grammar does not allow it."""
 
+    def rollback(self, count: int) -> None:
+        """Takes back the tokens accepted last."""
+
     def mask(self, barred: Iterable[int] = ()) -> bytes | None:
         """The tokens that may come next: a bit for each id, least significant first, in whole int32 words.
 
@@ -181,6 +184,10 @@ class GrammarMatcher:
             return False
         finally:
             self._time.left -= thread_time() - began
+
+    def rollback(self, count: int) -> None:
+        """Takes back the tokens accepted last."""
+        self._matcher.rollback(count)
 
     def mask(self, barred: Iterable[int] = ()) -> bytes | None:
         """See `Matcher`."""

@@ -71,6 +71,7 @@ class CoreInfo(msgspec.Struct, tag="info", array_like=True):
     max_num_batched_tokens: int
     version: str
     traces: bool = False  # whether timelines are kept
+    max_samples: int = 0  # tokens drawn in a step, those behind guesses too; 0: one a sequence
 
 
 class SequenceOutput(msgspec.Struct, array_like=True):
@@ -147,6 +148,8 @@ class CoreStats(msgspec.Struct, array_like=True):
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     requests_accepted: int = 0
     requests_rejected: int = 0
     requests_finished: int = 0

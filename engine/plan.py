@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from engine.sequence import Sequence
 from engine.step import Draft, PageUpdate, PromptLogprobs, RowInit, RowWork, Sample, Step
 
 
@@ -12,6 +13,7 @@ class Plan:
     Attributes:
         budget: tokens that may still be added.
         short: whether a sequence lacked a page.
+        guessing: decoding sequences whose next tokens may be guessed.
     """
 
     step_id: int
@@ -26,6 +28,7 @@ class Plan:
     drafts: list[Draft] = field(default_factory=list)
     logprobs: tuple[tuple[int, int], ...] = ()
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    guessing: list[Sequence] = field(default_factory=list)
 
     def step(self) -> Step:
         """What has been planned."""

@@ -76,6 +76,7 @@ class Request:
         marks: what else happened to it there, and when, for its trace: ("tokenized", seconds).
         grammar: key of the grammar that the text must follow (`engine.grammar`), "" for none. It decides alone when the
             text may end: ignore_eos is without effect, and min_tokens bars stop tokens only while others may come.
+        speculative: tokens may be guessed where the engine does so; what is generated stays the same.
     """
 
     request_id: str
@@ -88,6 +89,7 @@ class Request:
     arrival: float = 0.0
     marks: tuple[tuple[str, float], ...] = ()
     grammar: str = ""
+    speculative: bool = True
 
 
 class RejectReason(enum.IntEnum):

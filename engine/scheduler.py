@@ -19,6 +19,13 @@ Rules kept here:
 - With full-length reservation a sequence gets, when it is admitted, the pages of its prompt and all its max_tokens, as
   engines without paging do, and never lacks one afterwards.
 - A sequence with a grammar draws a token only when the one before it has been collected: that one says what may come.
+  So does one whose guesses go well (`engine.ngram`); they follow its latest token, and have to be known.
+- Guesses come last in a step: they get what is left of its tokens and samples, and of the pages beyond the watermark.
+  A step draws a token behind each, with that position's own random number, as plain decoding would: as long as the
+  guess is the token drawn before it, the token behind it counts. So texts are those of plain decoding, greedy or not;
+  and a guess x is accepted with probability p(x), else replaced by a draw from what p has besides x, which is the
+  rejection rule of speculative sampling for a proposal that is certain (Leviathan et al., arXiv:2211.17192). K and V
+  of a wrong guess lie beyond `num_computed`, where the next step writes.
 - Logprobs of a prompt are of its leader, in the order of its tokens, each once: after a preemption it goes on behind
   those that have been collected. What is still to be reported is computed, never matched.
 - Without chunked prefill, prompts come before decodes and wait for a step that takes them whole; only a prompt beyond
@@ -35,10 +42,11 @@ from engine.cache.pool import IntegrityError
 from engine.grammar import GrammarError, Matcher, Matchers
 from engine.limits import Limits
 from engine.messages import CoreStats
+from engine.ngram import NGrams
 from engine.plan import Plan
 from engine.request import FinishReason, RejectReason, Request, RequestRejected
 from engine.sequence import Sequence, SequenceUpdate, State
-from engine.step import PageUpdate, PromptLogprobs, RowInit, RowWork, Sample, Step, StepResult
+from engine.step import Draft, PageUpdate, PromptLogprobs, RowInit, RowWork, Sample, Step, StepResult
 from engine.trace import TraceEvent, Tracer
 from engine.waiting import DECODE_WORK, PREFILL_WORK, WaitingQueue
 
@@ -67,6 +75,8 @@ class Scheduler:
         max_queue_requests, max_queue_tokens: requests, and tokens of their prompts, that may wait for their first step.
         look_ahead: how many that do not fit may be passed by (0: strictly first come).
         watermark: share of the pool to spare when one is admitted beside others (0: none).
+        speculative_length, speculative_window: of `engine.ngram`; length 0: nothing is guessed.
+        max_samples: most tokens drawn in a step, those behind guesses included (0: max_num_seqs).
         seed: of the seeds minted for requests without one (None: new at every start).
         grammars: makes the matchers of requests that have a grammar.
         tracer: is told what happens to each request.
@@ -90,6 +100,9 @@ class Scheduler:
         max_queue_tokens: int = 16_777_216,
         look_ahead: int = 4,
         watermark: float = WATERMARK,
+        speculative_length: int = 0,
+        speculative_window: tuple[int, int] = (2, 4),
+        max_samples: int = 0,
         seed: int | None = None,
         grammars: Matchers | None = None,
         tracer: Tracer | None = None,
@@ -103,6 +116,8 @@ class Scheduler:
         self._chunked = chunked_prefill
         self._reserve = reserve_full_length
         self._look_ahead = look_ahead
+        self._guess = speculative_length, speculative_window
+        self._max_samples = max_samples or max_num_seqs
         self._watermark = 0 if reserve_full_length or not watermark else max(1, int(num_pages * watermark))
         self._eos = dict.fromkeys(eos_token_ids, FinishReason.EOS)
         self._random = random.Random(seed)
@@ -152,6 +167,7 @@ class Scheduler:
             request = replace(request, params=params)
         stops = dict.fromkeys(params.stop_token_ids, FinishReason.STOP_TOKEN) | ({} if params.ignore_eos else self._eos)
         max_length = len(request.prompt) + params.max_tokens
+        guessing = self._guess[0] > 0 and request.speculative
         sequences = [
             Sequence(
                 request=request,
@@ -164,9 +180,12 @@ class Scheduler:
                 num_tokens=len(request.prompt),
                 logprobs_from=max_length if index or params.prompt_logprobs is None else 1,
                 matcher=matchers[index],
+                special=guessing or bool(request.grammar),
             )
             for index in range(params.n)
         ]
+        for sequence in sequences:
+            sequence.ngrams = NGrams(sequence.tokens, *self._guess) if guessing else None
         self._live[request.request_id] = dict(enumerate(sequences))
         self._new[request.request_id] = len(request.prompt)
         self._new_tokens += len(request.prompt)
@@ -256,6 +275,8 @@ class Scheduler:
         self._admit(plan)
         if not decode_first:
             self._decode(plan, decoding)
+        if plan.guessing and not plan.short:
+            self._speculate(plan)
         self._short = plan.short
         return self._close(plan)
 
@@ -279,16 +300,19 @@ class Scheduler:
             # It may just have been preempted, or its last token may be in flight.
             if sequence.state is not State.RUNNING or sequence.num_tokens >= sequence.max_length:
                 continue
-            matcher = sequence.matcher
-            if matcher is not None and sequence.num_tokens > len(sequence.tokens):
+            special = sequence.special
+            if special and self._waits(sequence):
                 continue
             position = sequence.num_computed
             if position == len(sequence.pages) * page_size and not self._grow(plan, sequence, 1):
                 continue
             row = sequence.row
             # The plain constructor of a tuple: a named one's own takes three times as long, for every token.
-            if matcher is not None:
-                self._limit(plan, sequence, matcher)
+            if special:
+                if sequence.matcher is not None:
+                    self._limit(plan, sequence, sequence.matcher)
+                if sequence.ngrams is not None and sequence.num_tokens == len(sequence.tokens):
+                    plan.guessing.append(sequence)
             samples.append(_tuple(Sample, (len(works), row)))
             works.append(_tuple(RowWork, (row, position, 1)))
             sequence.num_computed = position + 1
@@ -298,6 +322,64 @@ class Scheduler:
             for row, _, _ in works[limit - plan.budget :]:
                 self._waiting.charge(self._row(row).request.tenant, DECODE_WORK)
         plan.budget = limit - len(works)
+
+    @staticmethod
+    def _waits(sequence: Sequence) -> bool:
+        """Whether the sequence has to wait for its last token, or does better to."""
+        ngrams = sequence.ngrams
+        if ngrams is not None:
+            ngrams.follow()
+        if sequence.num_tokens == len(sequence.tokens):
+            return False
+        return sequence.matcher is not None or sequence.guessed or (ngrams is not None and ngrams.worth_waiting)
+
+    def _speculate(self, plan: Plan) -> None:
+        """Adds guesses at what follows the tokens that decoding sequences draw."""
+        spare = self._cache.available - self._watermark
+        for sequence in plan.guessing:
+            room = min(plan.budget, self._max_samples - len(plan.samples), sequence.max_length - sequence.num_tokens)
+            if sequence.state is not State.RUNNING or sequence.ngrams is None or room <= 0:
+                continue
+            start, held = sequence.num_computed, len(sequence.pages) * self._cache.page_size
+            guesses = sequence.ngrams.guesses(min(room, held - start + max(0, spare) * self._cache.page_size))
+            missing = self._cache.missing(sequence, start + len(guesses))
+            if missing > 0:
+                spare -= missing
+                plan.page_updates.append(
+                    PageUpdate(sequence.row, len(sequence.pages), self._cache.grow(sequence, missing))
+                )
+            count = self._verify(plan, sequence, guesses)
+            if count:
+                plan.drafts.append(Draft(sequence.row, start, guesses[:count]))
+                sequence.guessed = True
+
+    def _verify(self, plan: Plan, sequence: Sequence, guesses: tuple[int, ...]) -> int:
+        """Plans works and samples for guesses up to the first that ends the text, or that its grammar does not allow.
+
+        Returns: how many.
+        """
+        matcher, row, start = sequence.matcher, sequence.row, sequence.num_computed
+        count = accepted = 0
+        for guess in guesses:
+            if guess in sequence.stops:
+                break
+            if matcher is not None:
+                if not matcher.accept(guess):
+                    break
+                accepted += 1
+                if matcher.terminated:
+                    break
+                self._limit(plan, sequence, matcher, ahead=accepted)
+            plan.samples.append(Sample(len(plan.works), row))
+            plan.works.append(RowWork(row, start + count, 1))
+            count += 1
+        if matcher is not None and accepted:
+            matcher.rollback(accepted)
+        plan.budget -= count
+        self._stats.draft_tokens += count
+        if self._waiting.contended:
+            self._waiting.charge(sequence.request.tenant, PREFILL_WORK * count)
+        return count
 
     def _prefill(self, plan: Plan) -> None:
         for sequence in tuple(self._prefilling):
@@ -413,9 +495,10 @@ class Scheduler:
         sequence.last_step = plan.step_id
         self._decoding[sequence] = None
 
-    def _limit(self, plan: Plan, sequence: Sequence, matcher: Matcher) -> None:
-        """The next sample of the step, which is the sequence's, is limited to what its grammar allows."""
-        early = len(sequence.tokens) - len(sequence.request.prompt) < sequence.request.params.min_tokens
+    def _limit(self, plan: Plan, sequence: Sequence, matcher: Matcher, ahead: int = 0) -> None:
+        """The next sample of the step, which is the sequence's, `ahead` guesses on, is limited to what may come."""
+        request = sequence.request
+        early = len(sequence.tokens) + ahead - len(request.prompt) < request.params.min_tokens
         mask = matcher.mask(sequence.stops if early else ())
         if mask is not None:
             plan.masks.append((len(plan.samples), mask))
@@ -519,44 +602,45 @@ class Scheduler:
 
     # A step is collected.
 
-    def update(self, step: Step, result: StepResult) -> list[SequenceUpdate]:  # noqa: PLR0912
+    def update(self, step: Step, result: StepResult) -> list[SequenceUpdate]:
         """Takes in what a step brought: tokens are appended, ends are judged, rows and pages go back."""
         updates: list[SequenceUpdate] = []
         ended: list[tuple[Sequence, FinishReason]] = []
         rows, page_size = self._rows, self._cache.page_size
+        plain = len(step.samples) - step.num_drafts
         for index in result.failed:
-            self._spoilt(step, index, updates)
+            if index < plain:
+                self._spoilt(step, index, updates)
         updates += self._prompt_updates(step, result)
-        tokenless = len(updates)
-        for (_, row), token in zip(step.samples, result.tokens, strict=True):
+        guessed = _guessed(step, result, plain) if step.drafts else {}
+        generated = -len(updates)
+        for (_, row), token in zip(step.samples[:plain], result.tokens[:plain], strict=True):
             sequence = rows[row]
             if sequence is None:
                 raise IntegrityError(f"row {row} is empty while a step in flight uses it")
             if sequence.state is not State.RUNNING and self._is_void(sequence, step):
                 continue
-            tokens, request = sequence.tokens, sequence.request
+            tokens = sequence.tokens
             tokens.append(token)
-            if self._tracer and len(tokens) == len(request.prompt) + 1:
+            if self._tracer and len(tokens) == len(sequence.request.prompt) + 1:
                 self._trace(sequence, "first_token", step=step.step_id)
-            finish = sequence.stops.get(token)
-            if finish is not None and len(tokens) - len(request.prompt) <= request.params.min_tokens:
-                finish = None
-            if sequence.matcher is not None:
-                if not sequence.matcher.accept(token):
-                    updates.append(self._fail(sequence, f"its grammar does not allow token {token}"))
-                    tokenless += 1
-                    continue
-                if sequence.matcher.terminated:
-                    finish = FinishReason.EOS
-            if finish is None and len(tokens) >= sequence.max_length:
-                finish = FinishReason.LENGTH
+            taken: tuple[int, ...] = (token,)
+            finish = None
+            if sequence.special:
+                taken, finish = self._take(sequence, token, guessed.get(row, ()))
+                generated += len(taken) - 1
+            elif token in sequence.stops or len(tokens) >= sequence.max_length:
+                finish = self._judge(sequence, token)
+            if finish is FinishReason.ERROR:
+                updates.append(self._fail(sequence, f"its grammar does not allow token {tokens[-1]}"))
+                continue
             if sequence.num_computed - sequence.num_cached >= page_size:
                 self._cache.publish(sequence)
-            updates.append(SequenceUpdate(request.request_id, sequence.index, (token,), finish))
+            updates.append(SequenceUpdate(sequence.request.request_id, sequence.index, taken, finish))
             if finish is not None:
                 ended.append((sequence, finish))
         self._add_logprobs(step, result, updates)
-        self._stats.generated_tokens += len(updates) - tokenless
+        self._stats.generated_tokens += generated + len(updates)
         for sequence, finish in ended:
             self._end(sequence, finish)
         self._collected(step)
@@ -589,6 +673,44 @@ class Scheduler:
                 # Of a row with guesses the first samples are its tokens: those behind a wrong guess are none.
                 if len(update.logprobs) < len(update.tokens) * len(record):
                     update.logprobs += record
+
+    def _judge(self, sequence: Sequence, token: int) -> FinishReason | None:
+        """How the sequence's last token ends it; ERROR where its grammar does not allow the token."""
+        tokens, request, matcher = sequence.tokens, sequence.request, sequence.matcher
+        if matcher is not None:
+            if not matcher.accept(token):
+                return FinishReason.ERROR
+            if matcher.terminated:
+                return FinishReason.EOS
+        finish = sequence.stops.get(token)
+        if finish is not None and len(tokens) - len(request.prompt) > request.params.min_tokens:
+            return finish
+        return FinishReason.LENGTH if len(tokens) >= sequence.max_length else None
+
+    def _take(
+        self, sequence: Sequence, token: int, guessed: SequenceOf[tuple[int, int]]
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        """What a step brought a sequence whose last token is `token`: it, and the tokens behind right guesses.
+
+        Args:
+            guessed: guesses, each with the token drawn behind it.
+
+        Returns: the tokens, none where its grammar does not allow one; and how it ends.
+        """
+        taken = [token]
+        finish = self._judge(sequence, token)
+        for guess, following in guessed:
+            if finish is not None or guess != taken[-1]:
+                break
+            sequence.tokens.append(following)
+            taken.append(following)
+            finish = self._judge(sequence, following)
+        sequence.guessed = False
+        accepted = len(taken) - 1
+        sequence.num_tokens += accepted
+        sequence.num_computed += accepted
+        self._stats.accepted_tokens += accepted
+        return () if finish is FinishReason.ERROR else tuple(taken), finish
 
     def _row(self, row: int) -> Sequence:
         """The sequence in a row of a step in flight (rows go back after their last step)."""
@@ -716,3 +838,20 @@ class Scheduler:
         wrong = [message for message, right in checks.items() if not right]
         if wrong:
             raise IntegrityError("; ".join(wrong))
+
+
+def _guessed(step: Step, result: StepResult, first: int) -> dict[int, list[tuple[int, int]]]:
+    """By row: the guesses, each with the token drawn behind it, as far as those were drawn from finite logits.
+
+    Where they were not, plain decoding comes to the place itself, if it is on the text's way.
+
+    Args:
+        first: index of the first guess's sample.
+    """
+    failed, guessed = set(result.failed), {}
+    for draft in step.drafts:
+        end = first + len(draft.tokens)
+        good = next((index for index in range(first, end) if index in failed), end)
+        guessed[draft.row] = list(zip(draft.tokens, result.tokens[first:good], strict=False))
+        first = end
+    return guessed

@@ -7,6 +7,7 @@ import msgspec
 
 from engine.cache.radix import Node
 from engine.grammar import Matcher
+from engine.ngram import NGrams
 from engine.request import FinishReason, Request
 
 
@@ -46,6 +47,9 @@ class Sequence:
         tokens: every collected token, prompt first. Never a placeholder.
         logprobs_from: the first token of the prompt whose logprob is still to be reported; max_length: none is.
         matcher: where the text stands in its grammar, after all of `tokens`; None without a grammar.
+        ngrams: guesses at its next tokens; None where that is off.
+        special: whether it has one of the two, so that its decodes are more than a row.
+        guessed: guesses of a step in flight may be accepted.
         num_tokens: tokens collected or being sampled by a step in flight.
         num_computed: tokens whose K and V are computed by scheduled steps; chases num_tokens.
         num_cached: tokens whose pages have been offered to the tree, a multiple of the page size.
@@ -80,3 +84,6 @@ class Sequence:
     followers: "list[Sequence]" = field(default_factory=list)
     leader: "Sequence | None" = None
     matcher: Matcher | None = None
+    ngrams: NGrams | None = None
+    special: bool = False
+    guessed: bool = False

@@ -95,6 +95,7 @@ def shared_fields(body: Sampling, max_tokens: int | None) -> pb.GenerateRequest:
         n=body.n,
         priority=body.priority,
         cache=pb.CacheOptions(salt=body.cache_salt) if body.cache_salt is not None else None,
+        speculative=body.speculative,
     )
     match body.constraint:
         case Given(field="choices", value=list(choices)):

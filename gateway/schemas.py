@@ -146,6 +146,7 @@ class Sampling(Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     skip_special_tokens: bool | None = None
+    speculative: bool | None = None
     stop: (
         Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS), BeforeValidator(one_or_many)]
         | None

@@ -45,6 +45,8 @@ VLLM_NAMES = {
     "fulcrum_engine_preemptions": "vllm:num_preemptions",
     "fulcrum_engine_prefix_query_tokens": "vllm:prefix_cache_queries",
     "fulcrum_engine_prefix_hit_tokens": "vllm:prefix_cache_hits",
+    "fulcrum_engine_draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "fulcrum_engine_accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
     "fulcrum_engine_generated_tokens": "vllm:generation_tokens",
     "fulcrum_engine_step_tokens": "vllm:iteration_tokens_total",
     "fulcrum_service_prompt_tokens": "vllm:prompt_tokens",

@@ -119,6 +119,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             tenant=caller.tenant,
             salt=self._salt(caller.tenant, asked.salt),
             bypass_cache=asked.bypass_cache,
+            speculative=asked.speculative,
             arrival=record.arrival,
             marks=tuple(marks) if core.info.traces else (),
             grammar="" if grammar is None else grammar.key,

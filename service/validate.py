@@ -62,6 +62,7 @@ class Plan:
     priority: int
     salt: str
     bypass_cache: bool
+    speculative: bool
     constraint: Constraint | None = None
 
 
@@ -136,6 +137,7 @@ def plan(request: pb.GenerateRequest, info: CoreInfo, defaults: GenerationDefaul
         priority=request.priority,
         salt=request.cache.salt,
         bypass_cache=request.cache.bypass,
+        speculative=request.speculative if request.HasField("speculative") else True,
         constraint=constraint,
     )
 

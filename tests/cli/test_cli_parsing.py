@@ -153,6 +153,18 @@ def test_engine_options_reach_the_engine() -> None:
     )
 
 
+def test_speculation_is_set_up_and_refused_by_name() -> None:
+    given = {"speculative": "ngram", "speculative_length": 3}
+    for text, window in (("1,5", (1, 5)), ("3", (3, 3)), ("(1, 5)", (1, 5))):
+        params = parse("engine", "--speculative=ngram", "--speculative-length=3", f"--speculative-window={text}")
+        assert settings.engine_config(params, Path("m")) == EngineConfig(Path("m"), **given, speculative_window=window)
+    for wrong in ("--speculative-length=0", "--speculative-window=3,2", "--scheduler=static"):
+        with pytest.raises(settings.ConfigError, match=r"speculative"):
+            settings.engine_config(parse("engine", "--speculative=ngram", wrong), Path("m"))
+    with pytest.raises(click.UsageError, match="MIN,MAX"):
+        parse("engine", "--speculative-window=1,2,3")
+
+
 def test_service_options_reach_the_service(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(CliRunner().invoke(main, ["key", "acme", "--admin"]).stdout)

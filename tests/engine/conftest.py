@@ -1,5 +1,6 @@
 """What the engine's tests share: a runner without a model that checks what it is given, and a harness around it."""
 
+import random
 import struct
 from collections import deque
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ import pytest
 
 from engine.request import FinishReason, Request, SamplingParams
 from engine.scheduler import Scheduler, SequenceUpdate
+from engine.sequence import Sequence
 from engine.static_scheduler import StaticScheduler
 from engine.step import RowInit, RowWork, Step, StepResult
 
@@ -62,6 +64,7 @@ class Row:
     init: RowInit
     tokens: list[int]
     pages: list[int] = field(default_factory=list)
+    certain: int = -1  # place of the last token that is of the text whatever guesses were worth
 
 
 class FakeRunner:
@@ -91,7 +94,7 @@ class FakeRunner:
         for init in step.inits:
             assert init.row not in busy, "a row is reused while a step in flight uses it"
             assert all(0 <= token < VOCAB for token in init.tokens)
-            self.rows[init.row] = Row(init, list(init.tokens))
+            self.rows[init.row] = Row(init, list(init.tokens), certain=len(init.tokens) - 1)
         for update in step.page_updates:
             pages = self.rows[update.row].pages
             assert update.first == len(pages), "page tables are only appended to"
@@ -112,7 +115,8 @@ class FakeRunner:
         for number, sample in enumerate(step.samples):
             row = self.rows[sample.row]
             end = step.works[sample.work].start + step.works[sample.work].length
-            assert end == len(row.tokens) or (sample.row, end) in guesses, "a token is drawn from the last known one"
+            # Behind what a guess may have got wrong, some tokens are not of the text.
+            assert row.certain < end <= len(row.tokens), "a token is drawn from the last known one"
             generated = end - row.init.prompt_length
             token = next_token(ends[sample.work], row.init.params, row.init.index, generated, row.init.stop_mask)
             if number in masks:
@@ -126,8 +130,10 @@ class FakeRunner:
                 failed.append(number)
             tokens.append(token)
         for sample, token in zip(step.samples, tokens, strict=True):
-            work = step.works[sample.work]
-            self.rows[sample.row].tokens[work.start + work.length :] = [token]
+            work, row = step.works[sample.work], self.rows[sample.row]
+            row.tokens[work.start + work.length :] = [token]
+            if (sample.row, work.start) not in guesses:
+                row.certain = work.start + work.length
         for source, target in step.copies:
             self.slots[target] = list(self.slots[source])
         self.uncollected.append(step)
@@ -172,6 +178,26 @@ class FakeRunner:
         return self.slots[row.pages[page]][offset]
 
 
+class Guesser:
+    """In the place of `engine.ngram.NGrams`: knows the text, and errs at random."""
+
+    def __init__(self, sequence: Sequence, draw: random.Random) -> None:
+        self.sequence, self.draw = sequence, draw
+        self.text = lone_run(sequence.request, sequence.index)[0]
+
+    def follow(self) -> None:
+        pass
+
+    @property
+    def worth_waiting(self) -> bool:
+        return self.draw.random() < 0.5
+
+    def guesses(self, most: int) -> tuple[int, ...]:
+        known = len(self.sequence.tokens) - len(self.sequence.request.prompt)
+        right = self.text[known:] + [self.draw.randrange(VOCAB) for _ in range(3)]  # also beyond the end
+        return tuple(t if self.draw.random() < 0.8 else self.draw.randrange(VOCAB) for t in right[:most])
+
+
 class Harness:
     """A scheduler, a fake runner, and everything that must hold between them after every turn."""
 
@@ -189,6 +215,8 @@ class Harness:
         self.scheduler = (StaticScheduler if static else Scheduler)(**given)
         self.budget, self.max_num_seqs = given["max_num_batched_tokens"], given["max_num_seqs"]
         self.runner = FakeRunner(given["num_pages"], given["page_size"], given["max_num_seqs"], given["max_model_len"])
+        self.max_samples = max(given.get("max_samples", 0), given["max_num_seqs"])
+        self.guessers = random.Random(0) if given.get("speculative_length") else None
         self.depth, self.check = depth, check
         self.in_flight: deque[tuple[Step, StepResult | None]] = deque()
         self.steps: list[Step] = []
@@ -212,6 +240,8 @@ class Harness:
         self.scheduler.add(request)
         self.requests[request_id] = request
         self.prompt_logprobs[request_id] = b""
+        for sequence in self.scheduler._live[request_id].values() if self.guessers else ():
+            sequence.ngrams = Guesser(sequence, self.guessers)
         for index in range(params.n):
             self.tokens[request_id, index], self.logprobs[request_id, index] = [], b""
         return request
@@ -273,6 +303,7 @@ class Harness:
         assert 1 <= step.num_tokens <= self.budget
         rows = [work.row for work in step.works] + [sample.row for sample in step.samples]
         assert len(set(rows)) <= self.max_num_seqs
+        assert len(step.samples) <= self.max_samples
         assert all(init.params.seed is not None for init in step.inits)
 
     def _take(self, updates: list[SequenceUpdate]) -> None:

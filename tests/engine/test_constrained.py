@@ -38,6 +38,10 @@ class Counting:
         self.terminated = token == EOS
         return True
 
+    def rollback(self, count: int) -> None:
+        del self.tokens[len(self.tokens) - count :]
+        self.terminated = False
+
     def mask(self, barred=()) -> bytes:
         assert not self.terminated
         allowed = self._allowed() - set(barred) or self._allowed()
@@ -79,6 +83,23 @@ def test_a_text_follows_its_grammar_and_ends_by_itself(harness, depth):
     assert follows(h.tokens["a", 0], 12)
     assert h.finish["a", 0] is FinishReason.EOS
     h.check_idle()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_guesses_go_as_far_as_the_grammar_does(harness, depth):
+    """Each place has its own mask, and the matcher is afterwards where the text is."""
+    runs = [harness(depth=depth, grammars=Source(), **each) for each in ({}, {"speculative_length": 4})]
+    for h in runs:
+        h.add("a", [1, 2, 3], max_tokens=50, grammar="30", min_tokens=3)
+        if h.guessers:
+            (sequence,) = h.scheduler._live["a"].values()
+            sequence.ngrams.text = runs[0].tokens["a", 0]
+        h.run()
+    assert runs[1].tokens == runs[0].tokens
+    assert runs[1].finish == runs[0].finish
+    assert follows(runs[1].tokens["a", 0], 30)
+    assert runs[1].scheduler.stats.accepted_tokens > 8
+    assert max(len(step.masks) for step in runs[1].steps) == runs[1].max_samples
 
 
 @pytest.mark.parametrize("depth", [1, 2])

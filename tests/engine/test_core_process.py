@@ -73,7 +73,8 @@ async def gone(pid: int) -> None:
 
 
 def test_settings_survive_the_pipe(config: EngineConfig) -> None:
-    changed = EngineConfig(model=Path("/x"), memory_budget=0.5, logits_processors=("a:B", "c:D"), scheduler="static")
+    changed = EngineConfig(model=Path("/x"), memory_budget=0.5, logits_processors=("a:B", "c:D"))
+    changed = replace(changed, scheduler="static", speculative_window=(1, 3))
     for each in (config, changed):
         assert config_from_json(json.loads(json.dumps(config_to_json(each)))) == each
 

@@ -89,6 +89,7 @@ def test_nothing_asked_nothing_set(http, gateway, engine, kit):
         ({"n": 2}, None, {"n": 2}),
         ({"priority": -3}, None, {"priority": -3}),
         ({"cache_salt": "s"}, "cache", {"salt": "s"}),
+        ({"speculative": False}, None, {"speculative": False}),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

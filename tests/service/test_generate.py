@@ -120,14 +120,15 @@ async def test_silent_fields_take_the_models_defaults_and_the_rest_of_the_window
         assert (params.max_tokens, params.min_tokens, params.stop_token_ids, params.ignore_eos) == (95, 2, (9,), True)
 
 
-async def test_priority_salt_and_bypass_reach_the_engine(make_core, serving):
+async def test_priority_salt_bypass_and_speculative_reach_the_engine(make_core, serving):
     core = make_core()
     core.reply = bytewise("x")
     async with serving(core) as server:
         before = time.monotonic()
-        await collect(server.stub.Generate(prompt(priority=5, cache=pb.CacheOptions(bypass=True, salt="s"))))
+        cache = pb.CacheOptions(bypass=True, salt="s")
+        await collect(server.stub.Generate(prompt(priority=5, cache=cache, speculative=False)))
         request = core.requests[-1]
-        assert (request.priority, request.salt, request.bypass_cache) == (5, "s", True)
+        assert (request.priority, request.salt, request.bypass_cache, request.speculative) == (5, "s", True, False)
         assert before <= request.arrival <= time.monotonic()
 
 

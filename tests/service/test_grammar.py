@@ -153,6 +153,12 @@ async def test_masks_have_a_bit_for_each_token_and_bar_stops_while_there_is_more
     assert allowed() == [ord("b"), EOS]
     assert allowed([EOS]) == [ord("b")]
     assert allowed([EOS, ord("b")]) == [ord("b"), EOS]  # a text that can only end may end
+    assert matcher.accept(ord("b"))
+    assert matcher.accept(EOS)
+    matcher.rollback(3)  # also from behind the end
+    assert not matcher.terminated
+    assert allowed() == [ord("a")]
+    assert matcher.accept(ord("a"))
     assert matcher.accept(EOS)
     assert matcher.terminated
 

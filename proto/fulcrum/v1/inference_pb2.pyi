@@ -19,7 +19,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_TOOL_CALLS: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stopping", "output", "json_schema", "json_object", "regex", "grammar", "choices", "n", "priority", "cache")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stopping", "output", "json_schema", "json_object", "regex", "grammar", "choices", "n", "priority", "cache", "speculative")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
+    SPECULATIVE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -52,7 +53,8 @@ class GenerateRequest(_message.Message):
     n: int
     priority: int
     cache: CacheOptions
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingCriteria, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., choices: _Optional[_Union[Choices, _Mapping]] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ...) -> None: ...
+    speculative: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingCriteria, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., choices: _Optional[_Union[Choices, _Mapping]] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., speculative: _Optional[bool] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -463,7 +465,7 @@ class WatchStatsResponse(_message.Message):
     def __init__(self, stats: _Optional[_Union[Stats, _Mapping]] = ...) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("uptime_seconds", "running_sequences", "waiting_sequences", "live_requests", "total_pages", "free_pages", "cached_pages", "used_pages", "steps", "last_step_rows", "max_step_rows", "last_step_tokens", "prefill_tokens", "generated_tokens", "prefix_query_tokens", "prefix_hit_tokens", "preemptions", "requests_accepted", "requests_rejected", "requests_finished", "requests_aborted", "schedule_seconds", "execute_seconds", "process_seconds", "device_busy_seconds", "device_gap_seconds", "launch_seconds", "collect_seconds", "scheduled_rows", "scheduled_tokens", "step_rows", "step_tokens")
+    __slots__ = ("uptime_seconds", "running_sequences", "waiting_sequences", "live_requests", "total_pages", "free_pages", "cached_pages", "used_pages", "steps", "last_step_rows", "max_step_rows", "last_step_tokens", "prefill_tokens", "generated_tokens", "prefix_query_tokens", "prefix_hit_tokens", "preemptions", "requests_accepted", "requests_rejected", "requests_finished", "requests_aborted", "schedule_seconds", "execute_seconds", "process_seconds", "device_busy_seconds", "device_gap_seconds", "launch_seconds", "collect_seconds", "scheduled_rows", "scheduled_tokens", "step_rows", "step_tokens", "draft_tokens", "accepted_tokens")
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     WAITING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -496,6 +498,8 @@ class Stats(_message.Message):
     SCHEDULED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_ROWS_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     uptime_seconds: float
     running_sequences: int
     waiting_sequences: int
@@ -528,7 +532,9 @@ class Stats(_message.Message):
     scheduled_tokens: int
     step_rows: _containers.RepeatedScalarFieldContainer[int]
     step_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, uptime_seconds: _Optional[float] = ..., running_sequences: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., live_requests: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., steps: _Optional[int] = ..., last_step_rows: _Optional[int] = ..., max_step_rows: _Optional[int] = ..., last_step_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., requests_accepted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., schedule_seconds: _Optional[float] = ..., execute_seconds: _Optional[float] = ..., process_seconds: _Optional[float] = ..., device_busy_seconds: _Optional[float] = ..., device_gap_seconds: _Optional[float] = ..., launch_seconds: _Optional[float] = ..., collect_seconds: _Optional[float] = ..., scheduled_rows: _Optional[int] = ..., scheduled_tokens: _Optional[int] = ..., step_rows: _Optional[_Iterable[int]] = ..., step_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    draft_tokens: int
+    accepted_tokens: int
+    def __init__(self, uptime_seconds: _Optional[float] = ..., running_sequences: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., live_requests: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., steps: _Optional[int] = ..., last_step_rows: _Optional[int] = ..., max_step_rows: _Optional[int] = ..., last_step_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., requests_accepted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., schedule_seconds: _Optional[float] = ..., execute_seconds: _Optional[float] = ..., process_seconds: _Optional[float] = ..., device_busy_seconds: _Optional[float] = ..., device_gap_seconds: _Optional[float] = ..., launch_seconds: _Optional[float] = ..., collect_seconds: _Optional[float] = ..., scheduled_rows: _Optional[int] = ..., scheduled_tokens: _Optional[int] = ..., step_rows: _Optional[_Iterable[int]] = ..., step_tokens: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class GetTraceRequest(_message.Message):
     __slots__ = ("request_id",)

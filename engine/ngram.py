@@ -1,0 +1,101 @@
+"""Guesses at what a sequence says next: what stood behind the last place where its latest tokens occurred.
+
+Copies, quotations and repeated code are guessed so without a second model (prompt lookup; Yang et al., "Inference with
+Reference", arXiv:2304.04487). Plain data: knows no scheduler.
+"""
+
+from typing import Final
+
+# How fast the shares of right guesses follow the text, and what they begin with.
+_RATE: Final = 0.2
+_FRESH, _CONTINUED = 0.4, 0.7
+# A token that is less likely to be reached and right than this is not worth its row of a step.
+_LEAST: Final = 0.25
+# Expected right guesses that are worth a step in which the sequence waits for its last one to be collected.
+_WORTH_WAITING: Final = 1.5
+
+
+class NGrams:
+    """The guesser of one sequence; O(1) a token.
+
+    Every token is guessed, whether a step verifies the guess or not. So it shows at no cost when guesses begin to fail,
+    and when they would be right again.
+
+    Args:
+        tokens: of the sequence; only ever appended to.
+        length: most tokens guessed at once.
+        window: shortest and longest run of tokens that is looked for; longer ones are trusted first.
+    """
+
+    __slots__ = ("_after", "_continued", "_end", "_fresh", "_goes_on", "_length", "_next", "_runs", "_sizes", "_tokens")
+
+    def __init__(self, tokens: list[int], length: int, window: tuple[int, int]) -> None:
+        self._tokens, self._length = tokens, length
+        self._sizes = range(window[1], window[0] - 1, -1)
+        self._after: dict[tuple[int, ...], int] = {}  # a run of tokens -> where the token is that followed it last
+        self._runs: list[tuple[int, ...]] = []  # the runs that end with the last token
+        self._end = 0  # tokens that were looked at
+        self._next = -1  # where the token is that is guessed to come next; -1: nowhere
+        self._goes_on = False  # the guess before was right, and this one is of the same place
+        # Shares of right guesses: at a place just found, and behind a right one.
+        self._fresh, self._continued = _FRESH, _CONTINUED
+
+    def follow(self) -> None:
+        """Takes in the tokens that have been appended since the last call."""
+        tokens, after = self._tokens, self._after
+        end = len(tokens)
+        if not self._end:  # the prompt, several times faster than token by token
+            for size in self._sizes:
+                after.update(
+                    zip(zip(*(tokens[at:] for at in range(size)), strict=False), range(size, end), strict=False)
+                )
+            self._end = end
+            self._find(end)
+        for position in range(self._end, end):
+            for run in self._runs:
+                after[run] = position
+            guess = self._next
+            right = guess >= 0 and tokens[guess] == tokens[position]
+            if guess >= 0:
+                if self._goes_on:
+                    self._continued += _RATE * (right - self._continued)
+                else:
+                    self._fresh += _RATE * (right - self._fresh)
+            self._find(position + 1)
+            self._goes_on = right
+            if right:
+                self._next = guess + 1
+        self._end = end
+
+    def _find(self, end: int) -> None:
+        tokens, self._next = self._tokens, -1
+        self._runs = [tuple(tokens[end - size : end]) for size in self._sizes if size <= end]
+        for run in self._runs:
+            if run in self._after:
+                self._next = self._after[run]
+                return
+
+    @property
+    def worth_waiting(self) -> bool:
+        """Whether guesses go so well that it is better to wait for the last token than to go on without them."""
+        likely, expected = self._likely, 0.0
+        for _ in range(self._length):
+            expected += likely
+            likely *= self._continued
+        return expected >= _WORTH_WAITING
+
+    @property
+    def _likely(self) -> float:
+        return 0.0 if self._next < 0 else self._continued if self._goes_on else self._fresh
+
+    def guesses(self, most: int) -> tuple[int, ...]:
+        """Up to `most` tokens that may come next; none where they are not likely enough."""
+        likely, count = self._likely, 0
+        while count < min(self._length, most) and likely >= _LEAST:
+            likely *= self._continued
+            count += 1
+        if not count:
+            return ()
+        found = tuple(self._tokens[self._next : self._next + count])
+        # What goes on up to the end is guessed to repeat.
+        return (found * count)[:count] if len(found) < count else found
