@@ -1,7 +1,9 @@
 """Which fields are taken, what becomes of them, and which are refused by name."""
 
+import contextlib
 import gzip
 import json
+import socket
 
 import pytest
 from google.protobuf.json_format import MessageToDict
@@ -442,3 +444,22 @@ def test_bombs_are_refused(http, gateway, engine, path, content):
     assert len(answer.content) < 2000
     assert not engine.calls
     assert http.get(f"{gateway}/livez").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "piece", [b"x-more: " + b"a" * 60_000 + b"\r\n", b"a" * 60_000], ids=["many headers", "one header"]
+)
+def test_headers_without_an_end_are_cut(http, gateway, piece):
+    """Before any key is looked at; ordinary long ones pass."""
+    host, port = gateway.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\nhost: x\r\nx-long: ")
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            for _ in range(200):  # 12 MB
+                connection.sendall(piece)
+        with contextlib.suppress(ConnectionError):
+            received = connection.recv(4096)
+        assert received.startswith(b"HTTP/1.1 431 ") or received == b""
+        assert b"200" not in received
+    assert http.get(f"{gateway}/livez", headers={"x-long": "a" * 30_000}).status_code == 200
