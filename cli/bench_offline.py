@@ -14,6 +14,7 @@ from cli import bench_options, options
 
 if TYPE_CHECKING:
     from engine import LLM
+    from loadtest.records import Message
     from loadtest.tokens import LocalTokenizer
 
 Params = dict[str, Any]
@@ -23,6 +24,7 @@ Params = dict[str, Any]
 @options.model
 @bench_options.dataset
 @click.option("--temperature", type=bench_options.Number(min=0), default=1.0, help="0 is greedy.")
+@click.option("--pairs", type=bench_options.count, help="With --speculative: so many runs with guesses and without.")
 @bench_options.output_json
 @options.together(options.revision, options.tokenizer, options.engine_settings)
 def throughput(**params: Any) -> None:
@@ -30,15 +32,22 @@ def throughput(**params: Any) -> None:
 
     Options of the data set, print-out and result file are those of `vllm bench throughput`.
     """
+    if params["pairs"] is not None and params["speculative"] == "off":
+        raise click.UsageError("--pairs measures --speculative ngram, which is off")
     with _engine(params) as (llm, path):
         from loadtest.datasets import DATASETS
-        from loadtest.offline import throughput, throughput_text, token_prompts
+        from loadtest.offline import speculation, speculation_text, throughput, throughput_text, token_prompts
 
         tokenizer = cache(lambda: _tokenizer(params["tokenizer"] or path))
         chains = DATASETS[params["dataset_name"]](bench_options.sampling(params), tokenizer)
-        prompts = token_prompts(chains, tokenizer)
-        fields = throughput(llm, prompts, temperature=params["temperature"], seed=params["seed"])
-        click.echo(throughput_text(fields))
+        prompts = token_prompts(chains, tokenizer, lambda chat: _rendered(params["tokenizer"] or path, path, chat))
+        sampling = {"temperature": params["temperature"], "seed": params["seed"]}
+        if params["pairs"] is None:
+            fields = throughput(llm, prompts, **sampling)
+            click.echo(throughput_text(fields))
+        else:
+            fields = speculation(llm, prompts, pairs=params["pairs"], **sampling)
+            click.echo(speculation_text(fields))
         about = {"model_id": path.name, "dataset": params["dataset_name"], "seed": params["seed"]}
         bench_options.write_json(params["output_json"], about | fields)
 
@@ -92,6 +101,15 @@ def _engine(params: Params) -> "Iterator[tuple[LLM, Path]]":
             yield LLM(progress=progress, **further), path
     except (LoadTestError, RequestRejected) as error:
         raise Failed(str(error)) from error
+
+
+def _rendered(tokenizer_path: Path, model: Path, chat: "list[Message]") -> list[int]:
+    """A chat's token ids, by the model's template."""
+    from service.model import chat_template
+    from service.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(tokenizer_path)
+    return tokenizer.encode_rendered_chat(chat_template(model, tokenizer).render(chat))
 
 
 def _tokenizer(path: Path) -> "LocalTokenizer":

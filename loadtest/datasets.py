@@ -106,12 +106,19 @@ def sharegpt(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Cha
 
 
 def custom(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain]:
-    """JSON lines with "prompt" and, unless an output length is given, "output_tokens". Sent as they are."""
+    """JSON lines with "prompt" and, unless an output length is given, "output_tokens". Sent as they are.
+
+    Instead of a prompt a line may have the "messages" of a chat, or "turns", of which the first is asked for.
+    """
 
     def read(row: dict[str, Any]) -> Prompt:
         if sampling.output_len is None and "output_tokens" not in row:
             raise ValueError("no output_tokens (or give --custom-output-len)")
         output = _whole(row["output_tokens"], 1) if sampling.output_len is None else sampling.output_len
+        if "turns" in row:
+            return Prompt([{"role": "user", "content": _text(row["turns"][0])}], output)
+        if "messages" in row:
+            return Prompt([{key: _text(each[key]) for key in ("role", "content")} for each in row["messages"]], output)
         return Prompt(_text(row["prompt"]), output)
 
     prompts = list(_lines(sampling, read))

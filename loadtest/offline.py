@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from engine import LLM, FinishReason, Request, SamplingParams
-from loadtest.records import Chain, LoadTestError
+from loadtest.records import Chain, LoadTestError, Message
 from loadtest.tokens import Tokenizer
 
 _Times = tuple[float, float]
@@ -21,10 +21,13 @@ _Times = tuple[float, float]
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
-def token_prompts(chains: Sequence[Chain], tokenizer: Callable[[], Tokenizer]) -> list[tuple[list[int], int]]:
+def token_prompts(
+    chains: Sequence[Chain], tokenizer: Callable[[], Tokenizer], render: Callable[[list[Message]], list[int]]
+) -> list[tuple[list[int], int]]:
     """The token ids of each request of a data set, and how many tokens it generates.
 
-    Raises: LoadTestError for chats, which need a server to render them.
+    Args:
+        render: turns a chat into token ids.
     """
     prompts = [prompt for chain in chains for prompt in chain.prompts]
     texts = [prompt.content for prompt in prompts if isinstance(prompt.content, str)]
@@ -32,8 +35,8 @@ def token_prompts(chains: Sequence[Chain], tokenizer: Callable[[], Tokenizer]) -
     found = []
     for prompt in prompts:
         ids = next(encoded) if isinstance(prompt.content, str) else prompt.content
-        if not all(isinstance(token, int) for token in ids):
-            raise LoadTestError("chats need a server: use `fulcrum bench serve`")
+        chat = [message for message in ids if isinstance(message, dict)]
+        ids = render(chat) if chat else ids
         found.append(([token for token in ids if isinstance(token, int)], prompt.output_len))
     return found
 
@@ -117,6 +120,80 @@ def latency(
         "output_len": output_len,
         **_engine(llm),
     }
+
+
+def speculation(
+    llm: LLM, prompts: Sequence[tuple[list[int], int]], *, pairs: int, temperature: float, seed: int
+) -> dict[str, Any]:
+    """All prompts at once with guesses and without, in turn, until their texts end by themselves. JSON fields: seconds.
+
+    A pair's speed-up is the time without guesses over that with them; the first pair warms up. CPU time is the
+    process's own: on a machine that others use it tells more than the clock.
+
+    Raises: RequestRejected when the engine cannot take a prompt.
+    """
+    stats, texts = llm.core.stats(), dict[bool, list[list[int]]]()
+    runs: dict[bool, list[_Times]] = {True: [], False: []}
+    for number in range(pairs + 1):
+        drafted, accepted = stats.draft_tokens, stats.accepted_tokens
+        for guessing in (True, False) if number % 2 else (False, True):
+            llm.core.scheduler.flush_cache()
+            times, texts[guessing] = _guessed(llm, prompts, temperature, seed, guessing=guessing)
+            runs[guessing].append(times)
+        drafted, accepted = stats.draft_tokens - drafted, stats.accepted_tokens - accepted
+    outputs = sum(len(text) for text in texts[True])
+    kinds = {"speedup": 0, "cpu_speedup": 1}
+    ratios = {
+        name: sorted(off[kind] / on[kind] for on, off in zip(runs[True][1:], runs[False][1:], strict=True))
+        for name, kind in kinds.items()
+    }
+    return {
+        "num_requests": len(prompts),
+        "pairs": pairs,
+        "temperature": temperature,
+        "total_output_tokens": outputs,
+        "equal_answers": sum(on == off for on, off in zip(texts[True], texts[False], strict=True)),
+        "draft_tokens": drafted,
+        "accepted_tokens": accepted,
+        "elapsed_times": [on for on, _ in runs[True][1:]],
+        "elapsed_times_without": [off for off, _ in runs[False][1:]],
+        "output_throughput": outputs / statistics.median(on for on, _ in runs[True][1:]),
+        "output_throughput_without": outputs / statistics.median(off for off, _ in runs[False][1:]),
+        **{name: statistics.median(each) for name, each in ratios.items()},
+        **{f"{name}_range": f"{each[0]:.2f} to {each[-1]:.2f}" for name, each in ratios.items()},
+        **_engine(llm),
+    }
+
+
+def speculation_text(fields: dict[str, Any]) -> str:
+    """The print-out of `speculation`."""
+    return (
+        f"Output tokens/s: {fields['output_throughput']:.2f} with guesses, "
+        f"{fields['output_throughput_without']:.2f} without\n"
+        f"Speed-up, median of {fields['pairs']}: {fields['speedup']:.3f} ({fields['speedup_range']}); "
+        f"of CPU time {fields['cpu_speedup']:.3f} ({fields['cpu_speedup_range']})\n"
+        f"Guessed tokens: {fields['draft_tokens']}, right: {fields['accepted_tokens']}, "
+        f"of {fields['total_output_tokens']} output tokens\n"
+        f"Equal answers: {fields['equal_answers']} of {fields['num_requests']}"
+    )
+
+
+def _guessed(
+    llm: LLM, prompts: Sequence[tuple[list[int], int]], temperature: float, seed: int, *, guessing: bool
+) -> tuple[_Times, list[list[int]]]:
+    params = SamplingParams(temperature=temperature)
+    requests = [
+        Request(str(at), tuple(ids), replace(params, max_tokens=most, seed=seed + at), speculative=guessing)
+        for at, (ids, most) in enumerate(prompts)
+    ]
+    texts: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    began = time.perf_counter(), time.process_time()
+    for request in requests:
+        llm.core.scheduler.add(request)
+    while llm.core.has_work:
+        for update in llm.core.turn().updates:
+            texts[update.request_id] += update.tokens
+    return (time.perf_counter() - began[0], time.process_time() - began[1]), list(texts.values())
 
 
 def latency_text(fields: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import grpc
 
@@ -39,7 +40,7 @@ class ServedModel:
     def load(cls, config: ServiceConfig) -> "ServedModel":
         """Reads tokenizer, template and generation defaults from the model's files. Raises what their readers raise."""
         tokenizer = Tokenizer.load(config.tokenizer or config.model)
-        template = _template(config, tokenizer)
+        template = chat_template(config.model, tokenizer, config.chat_template)
         formats = Formats.choose(config.tool_parser, config.reasoning_parser, template.source)
         prompts = Prompts(tokenizer, template, config.tokenizer_threads, formats)
         return cls(config.served_model_names, prompts, GenerationDefaults.load(config.model))
@@ -75,11 +76,11 @@ class ServedModel:
         )
 
 
-def _template(config: ServiceConfig, tokenizer: Tokenizer) -> ChatTemplate:
+def chat_template(model: Path, tokenizer: Tokenizer, file: Path | None = None) -> ChatTemplate:
     """The operator's own template, else the model's (which may have none: chats are refused then)."""
-    model, special_tokens = config.model, tokenizer.special_tokens
-    if config.chat_template is not None:
-        return ChatTemplate.from_file(config.chat_template, special_tokens)
+    special_tokens = tokenizer.special_tokens
+    if file is not None:
+        return ChatTemplate.from_file(file, special_tokens)
     if model.is_dir():
         return ChatTemplate.from_folder(model, special_tokens)
     return ChatTemplate.from_gguf(read_gguf_metadata(model), special_tokens, model)
