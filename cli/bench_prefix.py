@@ -58,7 +58,8 @@ def prefix(**params: Any) -> None:
 def _simulated(params: dict[str, Any], page_sizes: list[int], pools: list[int | None]) -> dict[str, Any]:
     from loadtest.datasets import Sampling
     from loadtest.prefix import simulate
-    from loadtest.trace import hit_table, read_trace
+    from loadtest.tables import ROWS, rows_table
+    from loadtest.trace import read_trace
 
     sampling = Sampling(params["trace"], params["num_prompts"] or 1 << 40, block=params["trace_block"])
     rows = simulate(
@@ -68,15 +69,15 @@ def _simulated(params: dict[str, Any], page_sizes: list[int], pools: list[int | 
         concurrency=params["concurrency"],
         max_batched_tokens=params["max_num_batched_tokens"],
     )
-    click.echo(hit_table(rows))
+    click.echo(rows_table(rows, ROWS["page_sizes"]))
     return {"rows": rows}
 
 
 def _served(params: dict[str, Any], page_sizes: list[int], pools: list[int | None]) -> dict[str, Any]:
     from loadtest.datasets import Sampling
-    from loadtest.prefix_served import served_chats, served_trace, turns_table
+    from loadtest.prefix_served import served_chats, served_trace
     from loadtest.serve import LoadTest
-    from loadtest.trace import hit_table
+    from loadtest.tables import ROWS, rows_table
 
     chats = params["trace"] is None
     asked = params | {"ignore_eos": True}
@@ -101,9 +102,9 @@ def _served(params: dict[str, Any], page_sizes: list[int], pools: list[int | Non
     if not chats:
         flush()
         row = served_trace(test, page_sizes[0], pools[0])
-        click.echo(hit_table([row]))
+        click.echo(rows_table([row], ROWS["page_sizes"]))
         return {"model_id": test.target.model, "rows": [row]}
     row = served_chats(test, page_sizes[0], pools[0], flush)
     turns = row.pop("turns")
-    click.echo(f"{turns_table(turns)}\n\n{hit_table([row])}")
+    click.echo(f"{rows_table(turns, ROWS['turns'])}\n\n{rows_table([row], ROWS['page_sizes'])}")
     return {"model_id": test.target.model, "rows": [row], "turns": turns}

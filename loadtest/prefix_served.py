@@ -10,7 +10,6 @@ import numpy as np
 
 from loadtest.records import Chain, LoadTestError, Record
 from loadtest.serve import LoadTest
-from loadtest.tables import markdown
 from loadtest.tokens import RemoteTokenizer
 from loadtest.trace import Hits, hit_fields
 
@@ -55,26 +54,6 @@ def served_chats(test: LoadTest, page_size: int, pool: int | None, before: Calla
     turns = [_turn(turn, cold, warm) for turn in sorted({record.turn for record in warm})]
     row = {"page_size": page_size, "pool_tokens": pool, "num_pages": pages}
     return row | hit_fields(_hits(warm), prompts, page_size, pages) | {"turns": turns}
-
-
-_COLUMNS = {
-    "turn": "turn",
-    "requests": "requests",
-    "mean_prompt_tokens": "prompt tokens",
-    "hit_rate": "hit rate",
-    "cold_p50_ttft_ms": "cold TTFT p50, ms",
-    "cold_p90_ttft_ms": "p90",
-    "warm_p50_ttft_ms": "warm TTFT p50, ms",
-    "warm_p90_ttft_ms": "p90",
-}
-
-
-def turns_table(turns: Sequence[dict[str, Any]]) -> str:
-    """One line for each turn."""
-    cells = [
-        [f"{turn[key]:.2f}" if isinstance(turn[key], float) else str(turn[key]) for key in _COLUMNS] for turn in turns
-    ]
-    return markdown(list(_COLUMNS.values()), cells)
 
 
 def _turn(turn: int, cold: Sequence[Record], warm: Sequence[Record]) -> dict[str, Any]:

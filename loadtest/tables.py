@@ -57,6 +57,7 @@ ROWS: Mapping[str, Columns] = {
     "page_sizes": (
         ("page size", "page_size"),
         ("pool, tokens", "pool_tokens"),
+        ("cached tokens", "cached_tokens"),
         ("prefix hit rate", "hit_rate"),
         ("with vLLM's policy", "same_policy_hit_rate"),
         ("infinite cache", "ideal_hit_rate"),
@@ -74,6 +75,16 @@ ROWS: Mapping[str, Columns] = {
         ("queued p50, s", "queued_p50_s"),
         ("queued p99, s", "queued_p99_s"),
         ("queued max, s", "queued_max_s"),
+    ),
+    "turns": (
+        ("turn", "turn"),
+        ("requests", "requests"),
+        ("prompt tokens", "mean_prompt_tokens"),
+        ("hit rate", "hit_rate"),
+        ("cold TTFT p50, ms", "cold_p50_ttft_ms"),
+        ("p90", "cold_p90_ttft_ms"),
+        ("warm TTFT p50, ms", "warm_p50_ttft_ms"),
+        ("p90", "warm_p90_ttft_ms"),
     ),
 }
 """Kinds of tables whose file has "rows": columns by kind. A column that no row has is left out."""
@@ -162,13 +173,14 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: Any) -> str:
-    """A cell: three digits after the point below 1, else three in all, or all before the point; nothing for None."""
+    """A cell: three digits, four after the point below 0.1, or all before the point; nothing for None."""
     if value is None:
         return ""
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.{3 if abs(value) < 1 else max(0, 3 - len(str(int(abs(value)))))}f}"
+        whole = len(str(int(abs(value))))
+        return f"{value:,.{4 if abs(value) < 0.1 else 3 if abs(value) < 1 else max(0, 3 - whole)}f}"
     return str(value)
 
 

@@ -5,12 +5,11 @@ token, whose logits are wanted: floor(min(run, n - 1) / page) * page tokens of a
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from loadtest.datasets import Sampling, trace_rows
-from loadtest.tables import markdown
 
 GENERATED = 0
 """What a model-free runner generates; no token of a trace's prompt."""
@@ -112,26 +111,3 @@ def hit_fields(hits: Hits, prompts: Sequence[Sequence[int]], page_size: int, pag
         "ideal_hit_rate": ideal(prompts, page_size).rate,
         "lru_hit_rate": limited,
     }
-
-
-_COLUMNS = {
-    "page_size": "page size",
-    "pool_tokens": "pool tokens",
-    "num_pages": "pages",
-    "cached_tokens": "cached tokens",
-    "hit_rate": "hit rate",
-    "same_policy_hit_rate": "with vLLM's policy",
-    "ideal_hit_rate": "infinite cache",
-    "lru_hit_rate": "LRU of pages",
-    "vllm_rules_hit_rate": "vLLM's rules",
-}
-
-
-def hit_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of hit rates as a table; columns that no row has are left out."""
-    columns = {key: title for key, title in _COLUMNS.items() if any(row.get(key) is not None for row in rows)}
-    return markdown(list(columns.values()), [[_cell(row[key]) for key in columns] for row in rows])
-
-
-def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else f"{value:,}"
