@@ -46,6 +46,7 @@ def check(found: list[TokenLogprob], model, tokens: list[int], first: int) -> No
     [
         {},
         {"scheduler": "static"},
+        {"speculative": "ngram"},
         {"max_num_seqs": 3, "max_num_batched_tokens": 7, "page_size": 4},
         {"max_num_seqs": 8, "memory_budget": 2 * 3 * 2 * 16 * 4 * 16 * 12},  # 12 pages: they preempt one another
     ],
@@ -68,8 +69,9 @@ def test_equal_transformers_cold_and_warm(settings, llama, prompts):
             [value for own, top in each.prompt_logprobs for value in (own, *dict(top).values())] for each in (one, two)
         ]
         assert flat[0] == pytest.approx(flat[1], abs=1e-4)
-    if "memory_budget" in settings:
-        assert llm.core.stats().preemptions > 0
+    stats = llm.core.stats()
+    assert (stats.preemptions > 0) == ("memory_budget" in settings)
+    assert (stats.accepted_tokens > 0) == ("speculative" in settings)
 
 
 def test_only_what_was_asked_for(llama, prompts):
