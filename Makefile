@@ -5,6 +5,11 @@ PORT ?= 8000
 GRPC_PORT ?= 50051
 SERVE_ARGS ?=
 PYTEST_ARGS ?=
+SOAK_SECONDS ?= 600
+SOAK_SEED ?= 1
+SOAK_REQUESTS ?= 100000
+FUZZ_EXAMPLES ?= 500
+FUZZ_SEED ?= 1
 
 BIN := .venv/bin
 # Bytecode is written when a module is first used: compiling all of torch takes longer than the rest.
@@ -12,7 +17,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 export PIP_ROOT_USER_ACTION ?= ignore
 
-.PHONY: help serve test test-full lint types audit format proto clean
+.PHONY: help serve test test-full soak fuzz lint types audit format proto clean
 .DELETE_ON_ERROR:
 
 help: ## Lists the targets
@@ -26,6 +31,13 @@ test: .venv/dev.stamp ## The test suite (no GPU, no network)
 
 test-full: .venv/dev.stamp ## The long forms too, and the GPU's tests where there is one
 	@$(BIN)/pytest $(PYTEST_ARGS)
+
+soak: .venv/dev.stamp ## Random crowds on a tiny model, and 100,000 requests: SOAK_SECONDS=600 SOAK_SEED=1 SOAK_REQUESTS=100000
+	@SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) SOAK_REQUESTS=$(SOAK_REQUESTS) \
+		$(BIN)/pytest --log-cli-level=INFO tests/e2e/test_soak.py tests/engine/test_leaks.py
+
+fuzz: .venv/dev.stamp ## Whatever can be sent, over HTTP and gRPC: FUZZ_EXAMPLES=500 FUZZ_SEED=1
+	@FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/pytest --timeout 7200 tests/e2e/test_fuzz.py
 
 lint: .venv/dev.stamp ## Formatting, style, the contract's style, and who may import whom
 	@$(BIN)/ruff format --check . || { echo "Run 'make format'." >&2; exit 1; }

@@ -54,6 +54,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
         ("/health", routes.health, ["GET", "HEAD"]),
         ("/livez", routes.livez, ["GET", "HEAD"]),
         ("/version", routes.version, ["GET"]),
+        ("/openapi.json", routes.openapi, ["GET"]),
         ("/metrics", routes.metrics, ["GET"]),
     ):
         app.add_api_route(path, endpoint, methods=methods, response_model=None)

@@ -60,7 +60,7 @@ class Text(Body):
     prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
-Texts = Annotated[list[Text], Field(fail_fast=True), BeforeValidator(one_text)]
+Texts = Annotated[list[Text], Field(fail_fast=True), BeforeValidator(one_text, json_schema_input_type=str | list[Text])]
 
 
 class Thought(Body):
@@ -181,7 +181,11 @@ class ResponsesRequest(Sampling):
         "truncation": (None, "disabled"),
     }
 
-    input: Annotated[list[AnyItem], Field(min_length=1, fail_fast=True), BeforeValidator(one_message)]
+    input: Annotated[
+        list[AnyItem],
+        Field(min_length=1, fail_fast=True),
+        BeforeValidator(one_message, json_schema_input_type=str | list[AnyItem]),
+    ]
     instructions: str | None = None
     include: list[Includable] | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None

@@ -18,6 +18,7 @@ from gateway.engines import CallContext, EnginePool
 from gateway.errors import ApiError, from_rpc, no_engine
 from gateway.mapping import chat_request, completion_requests, responses_request, tokenize_request
 from gateway.metrics import CONTENT_TYPE, Metrics
+from gateway.openapi import openapi
 from gateway.responses_format import ResponsesFormat
 from gateway.responses_schema import ResponsesRequest, as_chat
 from gateway.schemas import (
@@ -136,6 +137,10 @@ class Routes:
         if not self._pool.serving:
             raise no_engine()
         return JSONResponse({"status": "ok"})
+
+    async def openapi(self, request: Request) -> Response:
+        """GET /openapi.json."""
+        return JSONResponse(openapi(VERSION))
 
     async def livez(self, request: Request) -> Response:
         """GET /livez: the process answers."""

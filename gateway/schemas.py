@@ -120,6 +120,14 @@ def is_token_id(value: object) -> bool:
     return type(value) is int and 0 <= value <= UINT32_MAX
 
 
+PromptForms = (
+    str
+    | Annotated[list[str], Field(min_length=1)]
+    | Annotated[list[UInt32], Field(min_length=1)]
+    | Annotated[list[Annotated[list[UInt32], Field(min_length=1)]], Field(min_length=1)]
+)
+
+
 class StreamOptions(Body):
     """What else a stream brings."""
 
@@ -148,7 +156,11 @@ class Sampling(Body):
     skip_special_tokens: bool | None = None
     speculative: bool | None = None
     stop: (
-        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS), BeforeValidator(one_or_many)]
+        Annotated[
+            list[Annotated[str, Field(min_length=1)]],
+            Field(max_length=MAX_STOPS),
+            BeforeValidator(one_or_many, json_schema_input_type=str | list[str]),
+        ]
         | None
     ) = None
     stop_token_ids: UInt32s | None = None
@@ -269,7 +281,14 @@ class Message(Body):
     """One message of a chat. The last five fields come back when a client sends an earlier answer unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[ContentPart], Field(fail_fast=True), BeforeValidator(text_parts)] | None = None
+    content: (
+        Annotated[
+            list[ContentPart],
+            Field(fail_fast=True),
+            BeforeValidator(text_parts, json_schema_input_type=str | list[ContentPart]),
+        ]
+        | None
+    ) = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
@@ -315,7 +334,7 @@ class ChatRequest(Sampling, ChatPrompt):
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
-    prompt: Annotated[list[str] | list[list[int]], PlainValidator(prompts)]
+    prompt: Annotated[list[str] | list[list[int]], PlainValidator(prompts, json_schema_input_type=PromptForms)]
     max_tokens: UInt32 | None = None
     echo: bool | None = None
     logprobs: Top | None = None

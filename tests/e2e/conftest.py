@@ -29,6 +29,7 @@ class Addresses:
     grpc: str
     admin: str
     model: str
+    pid: int
 
 
 @contextmanager
@@ -56,7 +57,9 @@ def serving(model: Path, log: Path, *flags: str) -> Iterator[Addresses]:
             }.items()
         }
         assert all(found.values()), banner
-        yield Addresses(model="smollm2", **{name: match.group(1) for name, match in found.items() if match})
+        yield Addresses(
+            model="smollm2", pid=process.pid, **{name: match.group(1) for name, match in found.items() if match}
+        )
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -65,6 +68,12 @@ def serving(model: Path, log: Path, *flags: str) -> Iterator[Addresses]:
             process.kill()
             process.wait()
     assert process.returncode == 0, log.read_text()[-2000:]
+
+
+@pytest.fixture(scope="session")
+def serve_model() -> Callable[..., AbstractContextManager[Addresses]]:
+    """serve_model(model, log, *flags): `fulcrum serve` as a context manager."""
+    return serving
 
 
 @pytest.fixture(scope="session")
