@@ -115,6 +115,8 @@ def custom(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain
         if sampling.output_len is None and "output_tokens" not in row:
             raise ValueError("no output_tokens (or give --custom-output-len)")
         output = _whole(row["output_tokens"], 1) if sampling.output_len is None else sampling.output_len
+        if "prompt" in row:
+            return Prompt(_text(row["prompt"]), output)
         if "turns" in row:
             return Prompt([{"role": "user", "content": _text(row["turns"][0])}], output)
         if "messages" in row:
