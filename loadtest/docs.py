@@ -36,7 +36,7 @@ class Page:
     def functions(self) -> dict[str, Callable[..., str]]:
         """By the names that the template uses: those below, and one for each kind of tables.ROWS."""
         kinds = {kind: self._kind(columns) for kind, columns in tables.ROWS.items()}
-        own = (self.ladder, self.serve, self.compare, self.table, self.figure)
+        own = (self.ladder, self.serve, self.compare, self.speculation, self.table, self.figure)
         return {**kinds, **{function.__name__: function for function in own}}
 
     def ladder(self, file: str) -> str:
@@ -57,6 +57,11 @@ class Page:
             fields = self._read(name)
             results.append({**fields, "load": load or fields.get("load")})
         return _with_origin(tables.compare_table(theirs, results), [theirs, *results])
+
+    def speculation(self, *files: _NAMED) -> str:
+        """Results of `fulcrum bench throughput --pairs`, ("load", "file") each."""
+        results = [{**self._read(file), "load": load} for load, file in files]
+        return _with_origin(tables.rows_table(results, tables.SPECULATION), results)
 
     def table(self, file: str, columns: Mapping[str, str], rows: str = "rows") -> str:
         """Any file with a list of rows: {heading: key of the field}."""

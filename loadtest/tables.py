@@ -44,6 +44,18 @@ COMPARED: Columns = (
     ("ITL p50, ms", "p50_itl_ms"),
     ("ITL p99, ms", "p99_itl_ms"),
 )
+SPECULATION: Columns = (
+    ("load", "load"),
+    ("output tokens/s", "output_throughput"),
+    ("without", "output_throughput_without"),
+    ("speed-up, median", "speedup"),
+    ("range", "speedup_range"),
+    ("of CPU time", "cpu_speedup"),
+    ("range of that", "cpu_speedup_range"),
+    ("guessed", "draft_tokens"),
+    ("right", "accepted_tokens"),
+    ("output tokens", "total_output_tokens"),
+)
 ROWS: Mapping[str, Columns] = {
     "peers": (
         ("", "label"),
