@@ -9,11 +9,13 @@ from typing import NamedTuple, Self, TypeVar
 
 import msgspec
 
+from engine.cache.kv_cache import CacheView
 from engine.frames import HEADER_BYTES, frame_length, to_frame
 from engine.grammar import GrammarError, Vocabulary
 from engine.messages import (
     Abort,
     AbortReply,
+    CacheReply,
     Call,
     CoreInfo,
     CoreState,
@@ -37,7 +39,7 @@ from engine.messages import (
 from engine.request import FinishReason, RejectReason, Request, RequestRejected
 from engine.trace import StepTrace, TraceEvent
 
-_Reply = TypeVar("_Reply", StatsReply, CountReply, AbortReply, GrammarReply, TraceReply, StepsReply)
+_Reply = TypeVar("_Reply", StatsReply, CacheReply, CountReply, AbortReply, GrammarReply, TraceReply, StepsReply)
 _Event = RequestStart | list[SequenceOutput]
 
 
@@ -262,6 +264,10 @@ class CoreClient:
         """Gauges of this moment and counters since the core started."""
         return (await self._call("stats", StatsReply)).stats
 
+    async def cache(self) -> CacheView:
+        """What is in the pages and in the tree, at most a second ago."""
+        return (await self._call("cache", CacheReply)).view
+
     async def flush_cache(self) -> int:
         """Drops the cached pages that nobody uses. Returns how many."""
         return (await self._call("flush_cache", CountReply)).count
@@ -334,7 +340,9 @@ class CoreClient:
         match message:
             case Outputs():
                 self._dispatch_outputs(message)
-            case StatsReply() | CountReply() | AbortReply() | GrammarReply() | TraceReply() | StepsReply():
+            case (
+                StatsReply() | CacheReply() | CountReply() | AbortReply() | GrammarReply() | TraceReply() | StepsReply()
+            ):
                 answer = self._calls.get(message.call_id)
                 if answer is not None and not answer.done():
                     answer.set_result(message)

@@ -17,12 +17,14 @@ from typing import BinaryIO
 
 import msgspec
 
+from engine.cache.kv_cache import CacheView
 from engine.core import EngineCore, Turn
 from engine.frames import FrameError, take_frames, to_frame
 from engine.grammar import GrammarError, Vocabulary
 from engine.messages import (
     Abort,
     AbortReply,
+    CacheReply,
     Call,
     CoreInfo,
     CoreState,
@@ -52,6 +54,7 @@ _READ_BYTES = 1 << 20
 _MAX_UNSENT_BYTES = 64 << 20
 _LOG_EVERY_SECONDS = 10.0
 _SELECT_SECONDS = 0.001
+_VIEW_SECONDS = 1.0
 
 
 class _Outputs(msgspec.Struct, tag="outputs", array_like=True):
@@ -112,6 +115,7 @@ class CoreServer:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ToCore).decode
         self._log = _ThroughputLog(core)
+        self._view, self._view_due = CacheView(b"", [], 0), 0.0
 
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
@@ -319,6 +323,8 @@ class CoreServer:
         match call.method:
             case "stats":
                 self._post(connection, StatsReply(call.call_id, self._core.stats()))
+            case "cache":
+                self._post(connection, CacheReply(call.call_id, self._cache_view()))
             case "flush_cache":
                 self._post(connection, CountReply(call.call_id, self._core.scheduler.flush_cache()))
             case "drain":
@@ -335,6 +341,14 @@ class CoreServer:
                 self._post(connection, StepsReply(call.call_id, kept[-int(call.argument) :]))
             case _:
                 self._drop(connection, f"it called an unknown method {call.method!r}")
+
+    def _cache_view(self) -> CacheView:
+        """At most once a second, and in at most a hundredth of the time: with many pages it takes a while."""
+        began = time.monotonic()
+        if began >= self._view_due:
+            self._view = self._core.scheduler.cache_view()
+            self._view_due = began + max(_VIEW_SECONDS, 100 * (time.monotonic() - began))
+        return self._view
 
     def _abort(self, request_id: str) -> bool:
         """Ends a live request; its owner is told. False where it is not live."""

@@ -5,6 +5,7 @@ A frame is a 4-byte little-endian length and a msgpack array whose first entry i
 
 import msgspec
 
+from engine.cache.kv_cache import CacheView
 from engine.grammar import Vocabulary
 from engine.request import FinishReason, RejectReason, Request
 from engine.trace import StepTrace, TraceEvent
@@ -33,7 +34,7 @@ class Call(msgspec.Struct, tag="call", array_like=True):
     """Client to core: a question that has one Reply."""
 
     call_id: int
-    method: str  # "stats" | "flush_cache" | "drain" | "trace" | "steps"
+    method: str  # "stats" | "cache" | "flush_cache" | "drain" | "trace" | "steps"
     argument: str = ""  # of "trace": the request's id; of "steps": how many
 
 
@@ -174,6 +175,13 @@ class StatsReply(msgspec.Struct, tag="stats", array_like=True):
     stats: CoreStats
 
 
+class CacheReply(msgspec.Struct, tag="cache", array_like=True):
+    """Answer to Call("cache"): at most a second old."""
+
+    call_id: int
+    view: CacheView
+
+
 class CountReply(msgspec.Struct, tag="count", array_like=True):
     """Answer to Call("flush_cache") (pages freed) and Call("drain") (requests still live)."""
 
@@ -216,5 +224,5 @@ class CoreState(msgspec.Struct, tag="state", array_like=True):
 
 
 ToCore = Submit | EndSequences | Abort | Call | LoadGrammar | Note
-Reply = StatsReply | CountReply | AbortReply | GrammarReply | TraceReply | StepsReply
+Reply = StatsReply | CacheReply | CountReply | AbortReply | GrammarReply | TraceReply | StepsReply
 FromCore = CoreInfo | CoreState | Outputs | Reply

@@ -37,7 +37,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any
 
-from engine.cache.kv_cache import KVCache
+from engine.cache.kv_cache import CacheView, KVCache
 from engine.cache.pool import IntegrityError
 from engine.grammar import GrammarError, Matcher, Matchers
 from engine.limits import Limits
@@ -437,6 +437,7 @@ class Scheduler:
             if sequence.node is not None:
                 self._stats.prefix_query_tokens += sequence.num_tokens
                 self._stats.prefix_hit_tokens += hit
+                self._cache.count_hit(sequence)
 
     def _occupy(self, plan: Plan, sequence: Sequence) -> None:
         """Takes a row, for a sequence that may have pages already."""
@@ -806,6 +807,10 @@ class Scheduler:
         stats.cached_pages = self._cache.num_cached
         stats.used_pages = stats.total_pages - stats.free_pages - stats.cached_pages
         return stats
+
+    def cache_view(self) -> CacheView:
+        """What is in the pages and in the tree."""
+        return self._cache.view()
 
     def flush_cache(self) -> int:
         """Forgets every cached prefix, those in use too (their sequences keep the pages until they end).

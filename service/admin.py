@@ -10,6 +10,7 @@ from engine.messages import CoreStats
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc
 from service.errors import ApiError, Violation, draining, engine_dead, invalid
+from service.figures import Figures
 from service.live import LiveCalls
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -27,11 +28,13 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
     Args:
         core: the engine.
         live: the open Generate calls of this process.
+        figures: what the engine's service processes count.
     """
 
-    def __init__(self, core: CoreClient, live: LiveCalls) -> None:
+    def __init__(self, core: CoreClient, live: LiveCalls, figures: Figures) -> None:
         self._core = core
         self._live = live
+        self._figures = figures
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Ends live requests by their exact ids, whichever process took them."""
@@ -50,7 +53,7 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         """Counters and gauges of this moment."""
-        return pb.GetStatsResponse(stats=await self._stats())
+        return pb.GetStatsResponse(stats=await self._stats(), waits=self._waits())
 
     async def WatchStats(self, request: pb.WatchStatsRequest, context: Context) -> None:
         """The same, again and again, until the caller leaves."""
@@ -59,8 +62,17 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
             text = f"must be in [{_MIN_INTERVAL:g}, {_MAX_INTERVAL:g}] s, not {interval:g}"
             raise invalid([Violation("interval_seconds", text)])
         while True:
-            await context.write(pb.WatchStatsResponse(stats=await self._stats()))
+            await context.write(pb.WatchStatsResponse(stats=await self._stats(), waits=self._waits()))
             await asyncio.sleep(interval)
+
+    async def GetCache(self, request: pb.GetCacheRequest, context: Context) -> pb.GetCacheResponse:
+        """What is in the pages and in the tree of prefixes."""
+        try:
+            view = await self._core.cache()
+        except CoreDied as error:
+            raise engine_dead() from error
+        nodes = [pb.CacheNode(**node._asdict()) for node in view.nodes]
+        return pb.GetCacheResponse(pages=view.pages, nodes=nodes, total_nodes=view.total_nodes)
 
     async def GetTrace(self, request: pb.GetTraceRequest, context: Context) -> pb.GetTraceResponse:
         """What happened to a request that is running or was one of the latest."""
@@ -124,6 +136,16 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
         except CoreDied as error:
             raise engine_dead() from error
         return pb.DrainResponse()
+
+    def _waits(self) -> pb.Waits:
+        first_tokens, first_seconds = self._figures.totals("time_to_first_token_seconds")
+        inter_tokens, inter_seconds = self._figures.totals("inter_token_seconds")
+        return pb.Waits(
+            first_tokens=first_tokens,
+            first_token_seconds=first_seconds,
+            inter_tokens=inter_tokens,
+            inter_token_seconds=inter_seconds,
+        )
 
     async def _stats(self) -> pb.Stats:
         try:

@@ -125,12 +125,25 @@ class Figures:
 
     def metrics(self) -> Iterator[Metric]:
         """The sums over all processes; a process that has just been started counts as soon as its block is there."""
-        own = self._path
-        blocks = [self._block] if own is None else [_read(path) for path in own.parent.glob(f"*{SUFFIX}")]
-        sums = [sum(column) for column in zip(*filter(len, blocks), strict=True)]
-        values = iter(sums)
+        columns = zip(*self._blocks(), strict=True)
+        values = map(sum, columns)
         for family in self._families:
             yield family.metric(list(islice(values, family.size)))
+
+    def totals(self, name: str) -> tuple[int, float]:
+        """Of a histogram, over all processes: how many values, and their sum."""
+        begin = 0
+        for family in self._families:
+            if family.name == name:
+                break
+            begin += family.size
+        parts = [block[begin : begin + family.size] for block in self._blocks()]
+        return int(sum(sum(part[:-1]) for part in parts)), sum(part[-1] for part in parts)
+
+    def _blocks(self) -> "list[memoryview[float]]":
+        own = self._path
+        blocks = [self._block] if own is None else [_read(path) for path in own.parent.glob(f"*{SUFFIX}")]
+        return [block for block in blocks if len(block)]
 
     def _counter(
         self, name: str, text: str, labels: Sequence[str] = (), keys: Sequence[tuple[str, ...]] = ((),)

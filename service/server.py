@@ -125,7 +125,7 @@ async def serve(
             # Who may open the socket may administer.
             check = (lambda _: None) if is_unix(admin_address) else authenticator.admin
             admin = _new_server(config, Guard(check, figures))
-            inference_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(core, live), admin)
+            inference_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(core, live, figures), admin)
             health_pb2_grpc.add_HealthServicer_to_server(health, admin)
             _add_reflection(admin, (ADMIN, HEALTH))
             admin_address = _bind(admin, admin_address, identity, cleanup)

@@ -6,10 +6,27 @@ are only ever appended to.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from engine.cache.pool import IntegrityError, PagePool
-from engine.cache.radix import RadixTree
+from engine.cache.radix import NodeView, RadixTree
 from engine.sequence import Sequence
+
+_MAX_VIEWS = 1000
+
+
+class CacheView(NamedTuple):
+    """The cache as an operator sees it.
+
+    Attributes:
+        pages: a byte for each: 0 free, 1 used, 2 cached (only the tree holds it).
+        nodes: of the tree, the most hit.
+        total_nodes: of the whole tree.
+    """
+
+    pages: bytes
+    nodes: list[NodeView]
+    total_nodes: int
 
 
 class KVCache:
@@ -82,6 +99,11 @@ class KVCache:
         sibling.num_computed, sibling.num_cached = leader.num_computed, leader.num_cached
         return [(leader.pages[full], page) for page in self.grow(sibling, 1)] if partial else []
 
+    def count_hit(self, sequence: Sequence) -> None:
+        """A request begins with the prefix that the sequence has found."""
+        if sequence.node is not None:
+            self._tree.count_hit(sequence.node)
+
     def publish(self, sequence: Sequence) -> None:
         """Offers the pages that have become full, of known tokens, to the tree."""
         first = sequence.num_cached // self.page_size
@@ -110,6 +132,13 @@ class KVCache:
         free = self._pool.num_free
         self._tree.clear()
         return self._pool.num_free - free
+
+    def view(self) -> CacheView:
+        """What is in the pages and in the tree. O(pages)."""
+        pages = self._pool.in_use()
+        for page in self._tree.idle_pages():
+            pages[page] = 2
+        return CacheView(bytes(pages), *self._tree.most_hit(_MAX_VIEWS))
 
     def check_integrity(self, holders: Iterable[Sequence]) -> None:
         """Checks pool and tree against the sequences that hold pages.

@@ -28,6 +28,10 @@ class PagePool:
         """How many hold the page."""
         return self._references[page]
 
+    def in_use(self) -> bytearray:
+        """A byte for each page: whether anybody holds it."""
+        return bytearray(map(bool, self._references))
+
     def take(self, count: int) -> list[int]:
         """`count` free pages with one reference each.
 

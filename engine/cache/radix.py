@@ -10,10 +10,28 @@ What holds always:
   recently used leaf (of equally old ones the deepest), and eviction never searches.
 """
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
 
 from engine.cache.pool import IntegrityError, PagePool
+
+
+class NodeView(NamedTuple):
+    """A node as an operator sees it.
+
+    Attributes:
+        parent: its parent's place among the views, from 1; 0: the root, which is no view.
+        pages, locks, hits: as in Node.
+        age: its place in the order of eviction, from 1; 0: locked.
+    """
+
+    parent: int
+    pages: int
+    locks: int
+    hits: int
+    age: int
 
 
 class Node:
@@ -24,10 +42,11 @@ class Node:
         keys, pages: the token ids of each page, and the page.
         children: by their first key.
         locks: sequences whose cached prefix ends here or below.
+        hits: requests that began with it, or with its beginning; never more than its parent has.
         detached: withdrawn from the tree; lives on as the lock of sequences that still have it.
     """
 
-    __slots__ = ("children", "detached", "keys", "locks", "pages", "parent", "start")
+    __slots__ = ("children", "detached", "hits", "keys", "locks", "pages", "parent", "start")
 
     def __init__(
         self, parent: "Node | None", start: int, keys: list[Hashable], pages: list[int], locks: int = 0
@@ -38,6 +57,7 @@ class Node:
         self.pages = pages
         self.children: dict[Hashable, Node] = {}
         self.locks = locks
+        self.hits = 0
         self.detached = False
 
 
@@ -136,6 +156,13 @@ class RadixTree:
                 self.num_idle += len(step.pages)
             step = step.parent
 
+    def count_hit(self, node: Node) -> None:
+        """A request has begun with the prefix that ends in `node`."""
+        step: Node | None = node
+        while step is not None:
+            step.hits += 1
+            step = step.parent
+
     def evict(self, count: int) -> None:
         """Gives back up to `count` pages: the tails of the least recently used unlocked leaves."""
         while count > 0 and self._idle:
@@ -191,6 +218,7 @@ class RadixTree:
         """
         assert node.parent is not None  # the root has no pages to split
         upper = Node(node.parent, node.start, node.keys[:length], node.pages[:length], node.locks)
+        upper.hits = node.hits
         if not node.locks:
             self.num_idle -= length
         node.parent.children[node.keys[0]] = upper
@@ -224,6 +252,26 @@ class RadixTree:
             stack += node.children.values()
             yield node
 
+    def most_hit(self, limit: int) -> tuple[list[NodeView], int]:
+        """The `limit` most hit nodes, of equally hit ones the nearest to the root: each comes after its parent.
+
+        Returns: them, and how many there are in all. O(nodes of the tree).
+        """
+        nodes = [node for node in self._below(self._root) if node is not self._root]
+        chosen = heapq.nlargest(limit, nodes, key=lambda node: (node.hits, -node.start))
+        places: dict[Node | None, int] = {node: place for place, node in enumerate(chosen, 1)}
+        ages = {node: age for age, node in enumerate(self._idle, 1)}
+        views = [
+            NodeView(places.get(node.parent, 0), len(node.pages), node.locks, node.hits, ages.get(node, 0))
+            for node in chosen
+        ]
+        return views, len(nodes)
+
+    def idle_pages(self) -> Iterator[int]:
+        """The pages that `evict` can give back."""
+        for node in self._idle:
+            yield from node.pages
+
     def pages(self) -> Iterator[int]:
         """Every page that the tree holds."""
         for node in self._below(self._root):
@@ -250,6 +298,8 @@ class RadixTree:
             for key, child in node.children.items():
                 if child.parent is not node or child.keys[0] != key or child.start != node.start + len(node.pages):
                     raise IntegrityError("a node is not where its parent has it")
+                if child.hits > node.hits:
+                    raise IntegrityError("a node has more hits than its parent")
             if (node in place) != (node.locks == 0 and node is not self._root):
                 raise IntegrityError("unlocked and idle are not the same nodes")
             if node in place:

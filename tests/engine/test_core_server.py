@@ -471,3 +471,19 @@ async def test_steps_are_counted_by_their_size(served: Served) -> None:
     assert stats.launch_seconds > 0
     assert stats.collect_seconds > 0
     assert stats.launch_seconds + stats.collect_seconds <= stats.execute_seconds
+
+
+async def test_the_view_of_the_cache_agrees_with_the_stats(served: Served) -> None:
+    """Two of three requests find the first one's prefix; how the pages divide is what the stats count."""
+    async with connected(served) as client:
+        assert await client.cache() == (b"\0" * served.core.stats().total_pages, [], 0)
+        prompt = tuple(range(3 * 16 + 1))
+        for name in "abc":
+            await read(await client.submit(request(name, prompt=prompt, max_tokens=1)))
+        served.server._view_due = 0.0  # or it were the first view still
+        view, stats = await client.cache(), await client.stats()
+        assert [view.pages.count(kind) for kind in range(3)] == [stats.free_pages, stats.used_pages, stats.cached_pages]
+        assert (view.nodes, view.total_nodes) == ([(0, 3, 0, 2, 1)], 1)
+        served.server._view_due = float("inf")
+        await client.flush_cache()
+        assert await client.cache() == view, "a second has not passed"

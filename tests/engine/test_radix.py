@@ -85,6 +85,22 @@ def test_salts_do_not_share():
     shelf.check()
 
 
+def test_the_view_has_hits_locks_and_ages_and_parents_first():
+    shelf = Shelf()
+    shelf.put([1, 2, 3, 4, 5, 6])
+    shelf.put([7, 8])
+    node, _ = shelf.tree.acquire("", [1, 2, 3, 4, 9, 9], 3)  # splits 1..4 off
+    shelf.tree.count_hit(node)
+    assert shelf.tree.most_hit(9) == ([(0, 2, 1, 1, 0), (0, 1, 0, 0, 2), (1, 1, 0, 0, 1)], 3)
+    shelf.tree.unlock(node)
+    both, _ = shelf.tree.acquire("", [1, 2, 3, 4, 5, 6], 3)
+    shelf.tree.count_hit(both)
+    shelf.tree.unlock(both)
+    shelf.check()
+    nodes, total = shelf.tree.most_hit(2)
+    assert (nodes, total) == ([(0, 2, 0, 2, 3), (1, 1, 0, 1, 2)], 3)
+
+
 def test_of_equal_pages_the_first_stays():
     shelf = Shelf()
     one, _ = shelf.tree.acquire("", [1, 2, 3, 4], 2)

@@ -55,7 +55,7 @@ def test_package_data_holds_the_contract() -> None:
 # The calls and messages of the design, section 3.
 METHODS = {
     "InferenceService": {"Generate", "Tokenize", "Detokenize", "GetModel"},
-    "AdminService": {"Abort", "GetStats", "WatchStats", "GetTrace", "GetSteps", "FlushCache", "Drain"},
+    "AdminService": {"Abort", "GetStats", "WatchStats", "GetTrace", "GetSteps", "GetCache", "FlushCache", "Drain"},
 }
 
 

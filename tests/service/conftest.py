@@ -14,6 +14,8 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from engine.cache.kv_cache import CacheView
+from engine.cache.radix import NodeView
 from engine.client import CoreDied, RequestStream
 from engine.grammar import Vocabulary
 from engine.messages import CoreInfo, CoreStats, RequestStart, SequenceOutput
@@ -128,6 +130,10 @@ class FakeCore:
         return CoreStats(
             live_requests=len(self.streams), requests_accepted=len(self.requests), steps=41, total_pages=512
         )
+
+    async def cache(self) -> CacheView:
+        self._check()
+        return CacheView(bytes([0, 1, 2, 2]), [NodeView(0, 2, 0, 7, 1)], 1)
 
     def note(self, request_id: str, kind: str) -> None:
         pass

@@ -188,6 +188,7 @@ async def test_times_and_tokens_are_those_of_the_usage(make_core, serving):
         await ended(call)
         passed, usage = time.monotonic() - began, reply.usage
         samples = await scrape(server)
+        waits = (await server.admin.GetStats(pb.GetStatsRequest())).waits
 
     def observed(name):
         full = f"fulcrum_service_{name}"
@@ -195,6 +196,9 @@ async def test_times_and_tokens_are_those_of_the_usage(make_core, serving):
 
     assert observed("queue_seconds") == (1, usage.queue_seconds)
     assert observed("time_to_first_token_seconds") == (1, usage.queue_seconds + usage.prefill_seconds)
+    assert (waits.first_tokens, waits.inter_tokens) == (1, 4)
+    assert waits.first_token_seconds == pytest.approx(usage.queue_seconds + usage.prefill_seconds)
+    assert waits.inter_token_seconds == pytest.approx(usage.decode_seconds)
     assert observed("prefill_seconds") == (1, usage.prefill_seconds)
     assert observed("decode_seconds") == (1, usage.decode_seconds)
     assert observed("inter_token_seconds") == (4, usage.decode_seconds)
@@ -217,6 +221,8 @@ async def test_the_figures_of_all_processes_are_summed(make_core, serving, tmp_p
         for number in range(5):
             await ended((one, two)[number % 2].stub.Generate(prompt(str(number))))
         samples = await scrape(one)
+        waits = (await one.admin.GetStats(pb.GetStatsRequest())).waits
+    assert (waits.first_tokens, waits.inter_tokens) == (5, 0)  # both tokens of an answer came together
     assert value(samples, "fulcrum_service_calls_total", method="Generate", code="OK") == 5
     assert value(samples, "fulcrum_service_finished_total", reason="length") == 5
     assert value(samples, "fulcrum_service_request_generated_tokens_sum") == 10

@@ -270,6 +270,9 @@ async def test_admin_stats_and_flush(make_core, serving, details):
         while (await watch.read()).stats.live_requests:
             pass
         watch.cancel()
+        cache = await server.admin.GetCache(pb.GetCacheRequest())
+        node = pb.CacheNode(parent=0, pages=2, locks=0, hits=7, age=1)
+        assert cache == pb.GetCacheResponse(pages=b"\0\1\2\2", nodes=[node], total_nodes=1)
         assert (await server.admin.FlushCache(pb.FlushCacheRequest())).pages_freed == 12
         for interval in (0.0, float("nan"), float("inf"), -1.0):
             bad = server.admin.WatchStats(pb.WatchStatsRequest(interval_seconds=interval))

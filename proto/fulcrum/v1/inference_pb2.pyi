@@ -447,10 +447,12 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("stats",)
+    __slots__ = ("stats", "waits")
     STATS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     stats: Stats
-    def __init__(self, stats: _Optional[_Union[Stats, _Mapping]] = ...) -> None: ...
+    waits: Waits
+    def __init__(self, stats: _Optional[_Union[Stats, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ...) -> None: ...
 
 class WatchStatsRequest(_message.Message):
     __slots__ = ("interval_seconds",)
@@ -459,10 +461,24 @@ class WatchStatsRequest(_message.Message):
     def __init__(self, interval_seconds: _Optional[float] = ...) -> None: ...
 
 class WatchStatsResponse(_message.Message):
-    __slots__ = ("stats",)
+    __slots__ = ("stats", "waits")
     STATS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     stats: Stats
-    def __init__(self, stats: _Optional[_Union[Stats, _Mapping]] = ...) -> None: ...
+    waits: Waits
+    def __init__(self, stats: _Optional[_Union[Stats, _Mapping]] = ..., waits: _Optional[_Union[Waits, _Mapping]] = ...) -> None: ...
+
+class Waits(_message.Message):
+    __slots__ = ("first_tokens", "first_token_seconds", "inter_tokens", "inter_token_seconds")
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    INTER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    INTER_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    first_tokens: int
+    first_token_seconds: float
+    inter_tokens: int
+    inter_token_seconds: float
+    def __init__(self, first_tokens: _Optional[int] = ..., first_token_seconds: _Optional[float] = ..., inter_tokens: _Optional[int] = ..., inter_token_seconds: _Optional[float] = ...) -> None: ...
 
 class Stats(_message.Message):
     __slots__ = ("uptime_seconds", "running_sequences", "waiting_sequences", "live_requests", "total_pages", "free_pages", "cached_pages", "used_pages", "steps", "last_step_rows", "max_step_rows", "last_step_tokens", "prefill_tokens", "generated_tokens", "prefix_query_tokens", "prefix_hit_tokens", "preemptions", "requests_accepted", "requests_rejected", "requests_finished", "requests_aborted", "schedule_seconds", "execute_seconds", "process_seconds", "device_busy_seconds", "device_gap_seconds", "launch_seconds", "collect_seconds", "scheduled_rows", "scheduled_tokens", "step_rows", "step_tokens", "draft_tokens", "accepted_tokens")
@@ -608,6 +624,34 @@ class StepTrace(_message.Message):
     admitted: int
     error: str
     def __init__(self, step_id: _Optional[int] = ..., scheduling: _Optional[float] = ..., scheduled: _Optional[float] = ..., launched: _Optional[float] = ..., collecting: _Optional[float] = ..., collected: _Optional[float] = ..., processed: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., rows: _Optional[int] = ..., tokens: _Optional[int] = ..., samples: _Optional[int] = ..., admitted: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class GetCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetCacheResponse(_message.Message):
+    __slots__ = ("pages", "nodes", "total_nodes")
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_NODES_FIELD_NUMBER: _ClassVar[int]
+    pages: bytes
+    nodes: _containers.RepeatedCompositeFieldContainer[CacheNode]
+    total_nodes: int
+    def __init__(self, pages: _Optional[bytes] = ..., nodes: _Optional[_Iterable[_Union[CacheNode, _Mapping]]] = ..., total_nodes: _Optional[int] = ...) -> None: ...
+
+class CacheNode(_message.Message):
+    __slots__ = ("parent", "pages", "locks", "hits", "age")
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    LOCKS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    parent: int
+    pages: int
+    locks: int
+    hits: int
+    age: int
+    def __init__(self, parent: _Optional[int] = ..., pages: _Optional[int] = ..., locks: _Optional[int] = ..., hits: _Optional[int] = ..., age: _Optional[int] = ...) -> None: ...
 
 class FlushCacheRequest(_message.Message):
     __slots__ = ()

@@ -268,6 +268,11 @@ class AdminServiceStub:
                 request_serializer=fulcrum_dot_v1_dot_inference__pb2.GetStepsRequest.SerializeToString,
                 response_deserializer=fulcrum_dot_v1_dot_inference__pb2.GetStepsResponse.FromString,
                 _registered_method=True)
+        self.GetCache = channel.unary_unary(
+                '/fulcrum.v1.AdminService/GetCache',
+                request_serializer=fulcrum_dot_v1_dot_inference__pb2.GetCacheRequest.SerializeToString,
+                response_deserializer=fulcrum_dot_v1_dot_inference__pb2.GetCacheResponse.FromString,
+                _registered_method=True)
         self.FlushCache = channel.unary_unary(
                 '/fulcrum.v1.AdminService/FlushCache',
                 request_serializer=fulcrum_dot_v1_dot_inference__pb2.FlushCacheRequest.SerializeToString,
@@ -319,6 +324,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCache(self, request, context):
+        """What the pages of the KV pool hold, and the tree of cached prefixes: no token and no text. Up to a second old.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FlushCache(self, request, context):
         """Drops every cached page that no running sequence uses.
         """
@@ -360,6 +372,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetSteps,
                     request_deserializer=fulcrum_dot_v1_dot_inference__pb2.GetStepsRequest.FromString,
                     response_serializer=fulcrum_dot_v1_dot_inference__pb2.GetStepsResponse.SerializeToString,
+            ),
+            'GetCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCache,
+                    request_deserializer=fulcrum_dot_v1_dot_inference__pb2.GetCacheRequest.FromString,
+                    response_serializer=fulcrum_dot_v1_dot_inference__pb2.GetCacheResponse.SerializeToString,
             ),
             'FlushCache': grpc.unary_unary_rpc_method_handler(
                     servicer.FlushCache,
@@ -508,6 +525,33 @@ class AdminService:
             '/fulcrum.v1.AdminService/GetSteps',
             fulcrum_dot_v1_dot_inference__pb2.GetStepsRequest.SerializeToString,
             fulcrum_dot_v1_dot_inference__pb2.GetStepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fulcrum.v1.AdminService/GetCache',
+            fulcrum_dot_v1_dot_inference__pb2.GetCacheRequest.SerializeToString,
+            fulcrum_dot_v1_dot_inference__pb2.GetCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,
