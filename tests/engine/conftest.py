@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from engine.grammar import GrammarError
 from engine.request import FinishReason, Request, SamplingParams
 from engine.scheduler import Scheduler, SequenceUpdate
 from engine.sequence import Sequence
@@ -35,6 +36,65 @@ def next_token(history: int, params: SamplingParams, index: int, generated: int,
     return token
 
 
+class Counting:
+    """A grammar of `length` tokens of which the i-th is i modulo 5, and then the end.
+
+    Refuses by itself whatever it has not allowed; `broken_at` makes it refuse a right one, `empty_at` allow none.
+    """
+
+    def __init__(self, length: int, broken_at: int = -1, empty_at: int = -1) -> None:
+        self.length, self.broken_at, self.empty_at = length, broken_at, empty_at
+        self.tokens: list[int] = []
+        self.terminated = False
+
+    def _allowed(self) -> set[int]:
+        place = len(self.tokens)
+        if place == self.empty_at:
+            return set()
+        return {EOS[0]} if place >= self.length else {t for t in range(VOCAB) if t % 5 == place % 5 and t not in EOS}
+
+    def accept(self, token: int) -> bool:
+        assert not self.terminated, "nothing follows the end"
+        if token not in self._allowed() or len(self.tokens) == self.broken_at:
+            return False
+        self.tokens.append(token)
+        self.terminated = token == EOS[0]
+        return True
+
+    def rollback(self, count: int) -> None:
+        del self.tokens[len(self.tokens) - count :]
+        self.terminated = False
+
+    def mask(self, barred=()) -> bytes:
+        assert not self.terminated
+        allowed = self._allowed() - set(barred) or self._allowed()
+        return sum(1 << token for token in allowed).to_bytes(8, "little")
+
+
+class Source:
+    """The grammars "3", "12 broken_at=2" and so on; remembers what it made."""
+
+    def __init__(self) -> None:
+        self.made: list[Counting] = []
+
+    def matcher(self, key: str) -> Counting | None:
+        if key == "forgotten":
+            return None
+        if key == "slow":
+            raise GrammarError("too slow")
+        length, *faults = key.split()
+        self.made.append(
+            Counting(int(length), **{name: int(at) for name, at in (fault.split("=") for fault in faults)})
+        )
+        return self.made[-1]
+
+
+def allowed(token: int, mask: bytes) -> int | None:
+    """The token, or the next one that the mask allows; None where it allows none."""
+    may = [one for one in range(VOCAB) if mask[one // 8] >> one % 8 & 1]
+    return next((one for one in may if one >= token), may[0] if may else None)
+
+
 def lone_run(request: Request, index: int) -> tuple[list[int], FinishReason]:
     """The text that the fake model gives a sequence, greedy or with a seed of its own, without any engine."""
     params = request.params
@@ -42,12 +102,18 @@ def lone_run(request: Request, index: int) -> tuple[list[int], FinishReason]:
     for token in request.prompt:
         history = mix(history, token)
     eos = () if params.ignore_eos else EOS
-    mask = (*params.stop_token_ids, *eos)
+    ends = (*params.stop_token_ids, *eos)
+    matcher = Source().matcher(request.grammar) if request.grammar else None
     tokens: list[int] = []
     while True:
-        token = next_token(history, params, index, len(tokens), mask)
+        token = next_token(history, params, index, len(tokens), () if matcher else ends)
+        if matcher:
+            token = allowed(token, matcher.mask(ends if len(tokens) < params.min_tokens else ()))
+            assert matcher.accept(token)
         history = mix(history, token)
         tokens.append(token)
+        if matcher and matcher.terminated:
+            return tokens, FinishReason.EOS
         if len(tokens) > params.min_tokens:
             if token in eos:
                 return tokens, FinishReason.EOS
@@ -120,9 +186,9 @@ class FakeRunner:
             generated = end - row.init.prompt_length
             token = next_token(ends[sample.work], row.init.params, row.init.index, generated, row.init.stop_mask)
             if number in masks:
-                allowed = [one for one in range(VOCAB) if masks[number][one // 8] >> one % 8 & 1]
-                token = next((one for one in allowed if one >= token), allowed[0] if allowed else 0)
-                if not allowed:
+                limited = allowed(token, masks[number])
+                token = limited or 0
+                if limited is None:
                     failed.append(number)
             if ends[sample.work] in (NAN, GARBAGE):
                 token = -1
@@ -200,6 +266,8 @@ class Guesser:
 
 class Harness:
     """A scheduler, a fake runner, and everything that must hold between them after every turn."""
+
+    Source = Source
 
     def __init__(self, *, depth: int = 0, static: bool = False, check: bool = True, **settings: object) -> None:
         given = {

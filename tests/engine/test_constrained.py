@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from engine.grammar import GrammarError
 from engine.request import FinishReason, RejectReason, RequestRejected, SamplingParams
 from engine.sampler import Sampler
 from engine.step import RowInit, Step
@@ -11,59 +10,6 @@ from engine.step import RowInit, Step
 EOS = 7
 VOCAB = 50
 WORDS = 2  # int32, for 50 tokens
-
-
-class Counting:
-    """A grammar of `length` tokens of which the i-th is i modulo 5, and then the end.
-
-    Refuses by itself whatever it has not allowed; `broken_at` makes it refuse a right one, `empty_at` allow none.
-    """
-
-    def __init__(self, length: int, broken_at: int = -1, empty_at: int = -1) -> None:
-        self.length, self.broken_at, self.empty_at = length, broken_at, empty_at
-        self.tokens: list[int] = []
-        self.terminated = False
-
-    def _allowed(self) -> set[int]:
-        place = len(self.tokens)
-        if place == self.empty_at:
-            return set()
-        return {EOS} if place >= self.length else {t for t in range(VOCAB) if t % 5 == place % 5 and t not in (7, 11)}
-
-    def accept(self, token: int) -> bool:
-        assert not self.terminated, "nothing follows the end"
-        if token not in self._allowed() or len(self.tokens) == self.broken_at:
-            return False
-        self.tokens.append(token)
-        self.terminated = token == EOS
-        return True
-
-    def rollback(self, count: int) -> None:
-        del self.tokens[len(self.tokens) - count :]
-        self.terminated = False
-
-    def mask(self, barred=()) -> bytes:
-        assert not self.terminated
-        allowed = self._allowed() - set(barred) or self._allowed()
-        return sum(1 << token for token in allowed).to_bytes(4 * WORDS, "little")
-
-
-class Source:
-    """The grammars "3", "12 broken_at=2" and so on; remembers what it made."""
-
-    def __init__(self) -> None:
-        self.made: list[Counting] = []
-
-    def matcher(self, key: str) -> Counting | None:
-        if key == "forgotten":
-            return None
-        if key == "slow":
-            raise GrammarError("too slow")
-        length, *faults = key.split()
-        self.made.append(
-            Counting(int(length), **{name: int(at) for name, at in (fault.split("=") for fault in faults)})
-        )
-        return self.made[-1]
 
 
 def follows(tokens: list[int], length: int) -> bool:
@@ -77,7 +23,7 @@ def constrained_rows(step: Step) -> set[int]:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_text_follows_its_grammar_and_ends_by_itself(harness, depth):
-    h = harness(depth=depth, grammars=Source())
+    h = harness(depth=depth, grammars=harness.Source())
     h.add("a", range(10), max_tokens=50, grammar="12")
     h.run()
     assert follows(h.tokens["a", 0], 12)
@@ -88,7 +34,7 @@ def test_a_text_follows_its_grammar_and_ends_by_itself(harness, depth):
 @pytest.mark.parametrize("depth", [0, 1])
 def test_guesses_go_as_far_as_the_grammar_does(harness, depth):
     """Each place has its own mask, and the matcher is afterwards where the text is."""
-    runs = [harness(depth=depth, grammars=Source(), **each) for each in ({}, {"speculative_length": 4})]
+    runs = [harness(depth=depth, grammars=harness.Source(), **each) for each in ({}, {"speculative_length": 4})]
     for h in runs:
         h.add("a", [1, 2, 3], max_tokens=50, grammar="30", min_tokens=3)
         if h.guessers:
@@ -104,7 +50,7 @@ def test_guesses_go_as_far_as_the_grammar_does(harness, depth):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_its_next_token_waits_for_its_last_and_others_go_on(harness, depth):
-    h = harness(depth=depth, grammars=Source())
+    h = harness(depth=depth, grammars=harness.Source())
     h.add("bound", [1, 2, 3], max_tokens=30, grammar="10")
     h.add("free", [4, 5, 6], max_tokens=20, ignore_eos=True)
     while h.scheduler.has_work or h.in_flight:
@@ -121,7 +67,7 @@ def test_its_next_token_waits_for_its_last_and_others_go_on(harness, depth):
 
 
 def alone(harness, prompt, **settings):
-    h = harness(depth=0, grammars=Source(), num_pages=200)
+    h = harness(depth=0, grammars=harness.Source(), num_pages=200)
     h.add("x", prompt, **settings)
     h.run()
     return [h.tokens["x", index] for index in range(settings.get("n", 1))]
@@ -129,7 +75,7 @@ def alone(harness, prompt, **settings):
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_batches_mix_and_preemption_changes_nothing(harness, depth):
-    h = harness(depth=depth, grammars=Source(), num_pages=14, max_num_seqs=6)
+    h = harness(depth=depth, grammars=harness.Source(), num_pages=14, max_num_seqs=6)
     asked = {
         f"r{number}": (list(range(number, number + 9)), {"max_tokens": 24, "temperature": 1.0, "seed": number}
         | ({"grammar": str(8 + number)} if number % 3 else {"ignore_eos": True}))
@@ -147,7 +93,7 @@ def test_batches_mix_and_preemption_changes_nothing(harness, depth):
 
 
 def test_each_of_n_has_a_matcher_of_its_own(harness):
-    source = Source()
+    source = harness.Source()
     h = harness(depth=1, grammars=source)
     h.add("a", range(6), n=4, temperature=1.0, seed=3, max_tokens=20, grammar="9")
     h.run()
@@ -158,7 +104,7 @@ def test_each_of_n_has_a_matcher_of_its_own(harness):
 
 
 def test_length_and_the_services_own_end_cut_it(harness):
-    h = harness(grammars=Source())
+    h = harness(grammars=harness.Source())
     h.add("short", range(5), max_tokens=4, grammar="9")
     h.run()
     assert h.finish["short", 0] is FinishReason.LENGTH
@@ -173,7 +119,7 @@ def test_length_and_the_services_own_end_cut_it(harness):
     "settings", [{"min_tokens": 20}, {"ignore_eos": True}, {"min_tokens": 20, "ignore_eos": True}, {}]
 )
 def test_the_grammar_alone_says_when_it_ends(harness, settings):
-    h = harness(grammars=Source())
+    h = harness(grammars=harness.Source())
     h.add("a", range(5), max_tokens=30, grammar="6", **settings)
     h.run()
     assert (follows(h.tokens["a", 0], 6), h.finish["a", 0]) == (True, FinishReason.EOS)
@@ -182,7 +128,7 @@ def test_the_grammar_alone_says_when_it_ends(harness, settings):
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("fault", ["broken_at=3", "empty_at=3"])
 def test_a_matcher_that_fails_ends_its_sequence_alone(harness, depth, fault):
-    h = harness(depth=depth, grammars=Source())
+    h = harness(depth=depth, grammars=harness.Source())
     h.add("bad", [1, 2, 3], max_tokens=20, grammar=f"9 {fault}")
     h.add("good", [4, 5, 6], max_tokens=20, grammar="9")
     h.add("free", [7, 8, 9], max_tokens=12, ignore_eos=True)
@@ -196,7 +142,7 @@ def test_a_matcher_that_fails_ends_its_sequence_alone(harness, depth, fault):
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_failed_step_leaves_the_matchers_of_others_as_they_are(harness, depth):
-    h = harness(depth=depth, grammars=Source(), max_num_batched_tokens=8)
+    h = harness(depth=depth, grammars=harness.Source(), max_num_batched_tokens=8)
     h.add("a", range(6), max_tokens=30, grammar="15")
     for _ in range(6):
         h.turn()
@@ -208,7 +154,7 @@ def test_a_failed_step_leaves_the_matchers_of_others_as_they_are(harness, depth)
 
 
 def test_a_static_batch_follows_its_grammars_too(harness):
-    h = harness(static=True, grammars=Source())
+    h = harness(static=True, grammars=harness.Source())
     h.add("a", range(5), max_tokens=20, grammar="4")
     h.add("b", range(9), max_tokens=20, grammar="8")
     h.run()
@@ -217,11 +163,11 @@ def test_a_static_batch_follows_its_grammars_too(harness):
 
 
 def test_a_grammar_that_is_not_held_is_refused(harness):
-    h = harness(grammars=Source())
+    h = harness(grammars=harness.Source())
     with pytest.raises(RequestRejected) as caught:
         h.add("a", [1], max_tokens=2, grammar="slow")
     assert (caught.value.reason, caught.value.field) == (RejectReason.INVALID, "constraint")
-    for h in (harness(grammars=Source()), harness()):
+    for h in (harness(grammars=harness.Source()), harness()):
         with pytest.raises(RequestRejected) as caught:
             h.add("a", [1], max_tokens=2, grammar="forgotten")
         assert caught.value.reason is RejectReason.UNKNOWN_GRAMMAR

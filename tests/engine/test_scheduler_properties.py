@@ -36,7 +36,7 @@ def machine(harness, *, static: bool) -> type[RuleBasedStateMachine]:
         def begin(self, guessed, **drawn):
             if not static:
                 drawn |= {"speculative_length": guessed[0], "max_samples": guessed[1]}
-            self.engine = harness(static=static, **drawn)
+            self.engine = harness(static=static, grammars=harness.Source(), **drawn)
             self.harmed = False
             self.count = 0
 
@@ -55,6 +55,7 @@ def machine(harness, *, static: bool) -> type[RuleBasedStateMachine]:
             ignore_eos=st.booleans(),
             top_logprobs=st.sampled_from([None, None, 0, 2]),
             prompt_logprobs=st.sampled_from([None, None, None, 0, 1]),
+            grammar=st.sampled_from(["", "", "", "3", "9"]),
         )
         def add(self, shared, own, seed, **drawn):
             prompt = BASE[:shared] + own
@@ -145,11 +146,11 @@ def crowd(harness, seed, **fixed):
         "max_num_seqs": draw.choice([1, 3, 8]),
         **fixed,
     }
-    engine = harness(**given)
+    engine = harness(grammars=harness.Source(), **given)
     for number in range(20):
         prompt = BASE[: draw.randrange(1, 30)] + [draw.randrange(50) for _ in range(draw.randrange(3))]
-        n, priority = draw.choice([1, 1, 1, 3]), draw.choice([0, 0, 1])
-        engine.add(str(number), prompt, max_tokens=draw.randrange(1, 14), n=n, priority=priority)
+        n, priority, grammar = draw.choice([1, 1, 1, 3]), draw.choice([0, 0, 1]), draw.choice(["", "", "6"])
+        engine.add(str(number), prompt, max_tokens=draw.randrange(1, 14), n=n, priority=priority, grammar=grammar)
     engine.run()
     engine.check_outputs()
     engine.check_idle()
