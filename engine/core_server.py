@@ -338,7 +338,7 @@ class CoreServer:
                 self._post(connection, TraceReply(call.call_id, tracer.request(call.argument) if tracer else None))
             case "steps":
                 kept = list(self._core.tracer.steps) if self._core.tracer else []
-                self._post(connection, StepsReply(call.call_id, kept[-int(call.argument) :]))
+                self._post(connection, StepsReply(call.call_id, kept[max(0, len(kept) - int(call.argument)) :]))
             case _:
                 self._drop(connection, f"it called an unknown method {call.method!r}")
 

@@ -41,6 +41,10 @@ class Watchdog:
             time.sleep(min(1.0, self._seconds / 4))
             began = self._began
             if began is not None and time.monotonic() - began > self._seconds:
-                logger.critical("no progress for %g s: %s. The stacks of all threads:", self._seconds, self._describe())
-                faulthandler.dump_traceback(all_threads=True)
-                os._exit(EXIT_STATUS)  # nothing of a hanging thread can be unwound
+                try:
+                    logger.critical(
+                        "no progress for %g s: %s. The stacks of all threads:", self._seconds, self._describe()
+                    )
+                    faulthandler.dump_traceback(all_threads=True)
+                finally:  # whatever cannot be said; nothing of a hanging thread can be unwound
+                    os._exit(EXIT_STATUS)

@@ -1,6 +1,7 @@
 """The grpc.aio server of one service process: addresses, health, reflection, drain. Knows no prompt and no token."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -18,7 +19,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
-from engine.client import CoreClient
+from engine.client import CoreClient, CoreDied
 from fulcrum.tls import Identity, server_credentials
 from fulcrum.v1 import inference_pb2, inference_pb2_grpc
 from service.admin import AdminServicer
@@ -158,9 +159,10 @@ async def serve(
 
 async def _watch_core(core: CoreClient, live: LiveCalls, health: HealthServicer) -> None:
     """Tells health when the core drains, and everybody when it dies; then waits for the next one."""
+    draining = False
     while True:
         await core.state_changed()
-        draining = core.draining
+        draining |= core.draining
         if draining:
             await health.enter_graceful_shutdown()
         await core.closed()
@@ -168,7 +170,8 @@ async def _watch_core(core: CoreClient, live: LiveCalls, health: HealthServicer)
         logger.error("the engine core is gone: %d requests are ended", live.interrupt(engine_dead))
         await core.reconnect()
         if draining:  # which is for good
-            await core.drain()
+            with contextlib.suppress(CoreDied):  # that one is gone, too: the next will be told
+                await core.drain()
         logger.warning("the engine core serves again")
         await _set_health(health, health_pb2.HealthCheckResponse.SERVING)
 

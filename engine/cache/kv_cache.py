@@ -65,8 +65,8 @@ class KVCache:
     def acquire(self, sequence: Sequence) -> None:
         """Begins a page table with the longest cached prefix of all tokens before the first whose logits are wanted."""
         if self._prefix_cache and not sequence.request.bypass_cache:
-            limit = (min(sequence.num_tokens, sequence.logprobs_from) - 1) // self.page_size
-            sequence.node, sequence.pages = self._tree.acquire(sequence.request.salt, sequence.tokens, limit)
+            salt, limit = sequence.request.salt, self._matchable(sequence)
+            sequence.node, sequence.pages = self._tree.acquire(salt, sequence.tokens, limit)
             self._pool.share(sequence.pages)
             sequence.num_computed = sequence.num_cached = len(sequence.pages) * self.page_size
 
@@ -74,8 +74,12 @@ class KVCache:
         """Tokens that `acquire` would find cached."""
         if not self._prefix_cache or sequence.request.bypass_cache:
             return 0
-        limit = (sequence.num_tokens - 1) // self.page_size
-        return self._tree.match(sequence.request.salt, sequence.tokens, limit) * self.page_size
+        found = self._tree.match(sequence.request.salt, sequence.tokens, self._matchable(sequence))
+        return found * self.page_size
+
+    def _matchable(self, sequence: Sequence) -> int:
+        """Pages of tokens before the first whose logits are wanted."""
+        return (min(sequence.num_tokens, sequence.logprobs_from) - 1) // self.page_size
 
     def grow(self, sequence: Sequence, count: int) -> tuple[int, ...]:
         """Appends `count` pages (there must be as many available) to the page table, and returns them."""

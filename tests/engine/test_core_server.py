@@ -22,6 +22,7 @@ from engine.messages import CoreInfo, RequestStart, SequenceOutput
 from engine.request import FinishReason, RejectReason, Request, RequestRejected, SamplingParams
 from engine.scheduler import Scheduler
 from engine.step import DeviceLost, Step, StepResult
+from engine.trace import Tracer
 
 VOCAB = 97
 EOS = 96
@@ -87,7 +88,7 @@ class Served:
         )
         info = CoreInfo("Sum", VOCAB, 8192, [EOS], "int", "cpu", 16, 1024, 64, 2048, "0")
         self.path = folder / "core.sock"
-        self.core = EngineCore(scheduler, self.runner, grammars=grammars)
+        self.core = EngineCore(scheduler, self.runner, grammars=grammars, tracer=Tracer(4))
         self.server = CoreServer(self.core, info, self.path)
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
@@ -465,6 +466,7 @@ async def test_steps_are_counted_by_their_size(served: Served) -> None:
     async with connected(served) as client:
         await read(await client.submit(request("a", max_tokens=4)))
         stats = await client.stats()
+        assert [[step.step_id for step in await client.steps(last)] for last in (0, 2, 9)] == [[], [2, 3], [0, 1, 2, 3]]
     assert (stats.steps, stats.scheduled_rows, stats.scheduled_tokens) == (4, 4, 6)
     assert (stats.step_rows[:3], sum(stats.step_rows)) == ([4, 0, 0], 4)
     assert (stats.step_tokens[:4], sum(stats.step_tokens)) == ([3, 0, 1, 0], 4)  # at most 1, 2, 4 and 8

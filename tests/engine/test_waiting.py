@@ -107,8 +107,10 @@ def test_the_longest_cached_prefix_goes_first_but_nobody_waits_for_ever(harness,
     engine.add("warm", cached, max_tokens=1, ignore_eos=True)
     engine.run()
     engine.add("cold", [40] * 4, max_tokens=1, ignore_eos=True)
+    # All of it is cached, and none of it is of use.
+    engine.add("logprobs", cached, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
     for number in range(5):
         length = 8 if number == 2 else 4
         engine.add(f"{length}-{number}", [*cached[:length], 30 + number], max_tokens=1, ignore_eos=True)
     engine.run().check_outputs()
-    assert engine.order == ["warm", "8-2", "4-0", "4-1", "cold", "4-3", "4-4"]
+    assert engine.order == ["warm", "8-2", "4-0", "4-1", "cold", "logprobs", "4-3", "4-4"]

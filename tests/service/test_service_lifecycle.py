@@ -18,6 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+from engine.client import CoreDied
 from engine.request import FinishReason
 from fulcrum.v1 import inference_pb2 as pb
 from service.errors import draining
@@ -252,6 +253,26 @@ async def test_a_dead_core_ends_every_stream_at_once(make_core, serving, details
         call = await begin(server, "again")
         core.emit("again", 0, [65], FinishReason.LENGTH)
         assert await end_of(call) is None
+
+
+async def test_a_drain_outlives_any_number_of_cores(make_core, serving):
+    core = make_core()
+    async with serving(core) as server:
+        await server.admin.Drain(pb.DrainRequest())
+        drain = core.drain
+
+        async def dies():
+            core.drain = drain
+            core.die()
+            raise CoreDied("gone")
+
+        core.drain = dies
+        core.die()
+        core.revive()
+        await core.until(lambda: core.drain == drain)
+        assert not core.draining
+        core.revive()
+        await core.until(lambda: core.draining)
 
 
 # -------------------- admin
