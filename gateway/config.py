@@ -33,6 +33,7 @@ class GatewayConfig:
         cors_origins: origins that browsers may call from ("*": any).
         request_timeout: longest life of a request, seconds (None: no limit). A caller may ask for less.
         heartbeat_seconds: a silent event stream carries blank lines this often.
+        arrival_seconds: a request's headers may take so long to come, and then its body.
         max_body_bytes: largest request body.
         max_prompts: most prompts in one completions call.
         workers: server processes.
@@ -59,6 +60,7 @@ class GatewayConfig:
     cors_origins: tuple[str, ...] = ()
     request_timeout: float | None = 600.0
     heartbeat_seconds: float = 15.0
+    arrival_seconds: float = 120.0
     max_body_bytes: int = 16 * MIB
     max_prompts: int = 256
     workers: int = 1
@@ -83,8 +85,9 @@ class GatewayConfig:
             raise ValueError(f"port must be 0 to 65535, not {self.port}")
         if self.request_timeout is not None and not 0 < self.request_timeout < float("inf"):
             raise ValueError(f"request_timeout must be a positive number of seconds, not {self.request_timeout}")
-        if not 0 < self.heartbeat_seconds < float("inf"):
-            raise ValueError(f"heartbeat_seconds must be a positive number, not {self.heartbeat_seconds}")
+        for name in ("heartbeat_seconds", "arrival_seconds"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be a positive number, not {getattr(self, name)}")
         if self.shutdown_seconds < 0:
             raise ValueError(f"shutdown_seconds must not be negative, not {self.shutdown_seconds}")
         if not self.engines or not all(self.engines):

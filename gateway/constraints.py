@@ -3,17 +3,15 @@
 import json
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from gateway.strict import Strict
 
 Schema = dict[str, Any] | bool
 Choices = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class JsonSchema(_Body):
+class JsonSchema(Strict):
     """OpenAI's `json_schema`: the schema and its name. It is obeyed, whatever `strict` says."""
 
     schema_: Annotated[Schema, Field(alias="schema")]
@@ -22,7 +20,7 @@ class JsonSchema(_Body):
     strict: bool | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Strict):
     """OpenAI's `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -43,7 +41,7 @@ class ResponseFormat(_Body):
         return [Given("response_format", "json_object", True)] if self.type == "json_object" else []
 
 
-class TextFormat(_Body):
+class TextFormat(Strict):
     """OpenAI's `text.format`: the same, flat."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -67,7 +65,7 @@ class TextFormat(_Body):
         return [Given("text.format", "json_object", True)] if self.type == "json_object" else []
 
 
-class StructuredOutputs(_Body):
+class StructuredOutputs(Strict):
     """vLLM's `structured_outputs`: one of these."""
 
     json_: Annotated[Schema | str | None, Field(alias="json")] = None

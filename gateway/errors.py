@@ -84,6 +84,8 @@ class ApiError(Exception):
             headers["retry-after"] = str(self.retry_after)
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
+        if self.status == 408:  # the rest may still come
+            headers["connection"] = "close"
         return headers
 
 

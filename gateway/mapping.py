@@ -5,13 +5,14 @@ import json
 from fulcrum.v1 import inference_pb2 as pb
 from gateway.constraints import Given
 from gateway.errors import ApiError
-from gateway.responses_schema import ResponsesRequest
+from gateway.responses_schema import ResponsesRequest, as_chat
 from gateway.schemas import (
     COMPLETION_MAX_TOKENS,
     ChatPrompt,
     ChatRequest,
     CompletionRequest,
     ContentPart,
+    DetokenizeRequest,
     Function,
     Message,
     NamedTool,
@@ -38,15 +39,21 @@ def chat_request(body: ChatRequest) -> pb.GenerateRequest:
     return request
 
 
-def responses_request(body: ResponsesRequest, prompt: ChatPrompt) -> pb.GenerateRequest:
-    """The Generate of a response, whose chat is `prompt`."""
+def responses_request(body: ResponsesRequest) -> tuple[pb.GenerateRequest, dict[str, str]]:
+    """The Generate of a response, and what the fields of its chat are called in `body`."""
+    prompt, names = as_chat(body)
     request = shared_fields(body, body.max_output_tokens)
     request.chat.CopyFrom(chat(prompt))
-    return request
+    return request, names
 
 
-def completion_requests(body: CompletionRequest) -> list[pb.GenerateRequest]:
-    """One Generate for each prompt, in their order. Raises: ApiError 400 where nothing is to be answered."""
+def completion_requests(body: CompletionRequest, max_prompts: int) -> list[pb.GenerateRequest]:
+    """One Generate for each prompt, in their order.
+
+    Raises: ApiError 400 for too many prompts, or where nothing is to be answered.
+    """
+    if len(body.prompt) > max_prompts:
+        raise ApiError(400, f"Invalid 'prompt': at most {max_prompts} prompts.", param="prompt", code="invalid_value")
     template = shared_fields(body, COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
     template.output.MergeFrom(pb.OutputOptions(top_logprobs=body.logprobs, prompt_logprobs=body.top_of_prompt))
     requests = []
@@ -66,6 +73,13 @@ def tokenize_request(body: TokenizeTextRequest | TokenizeChatRequest) -> pb.Toke
     if isinstance(body, TokenizeChatRequest):
         return pb.TokenizeRequest(model=body.model or "", chat=chat(body))
     return pb.TokenizeRequest(model=body.model or "", text=body.prompt, add_special_tokens=body.add_special_tokens)
+
+
+def detokenize_request(body: DetokenizeRequest) -> pb.DetokenizeRequest:
+    """The Detokenize of token ids."""
+    return pb.DetokenizeRequest(
+        model=body.model or "", token_ids=body.tokens, skip_special_tokens=body.skip_special_tokens
+    )
 
 
 def shared_fields(body: Sampling, max_tokens: int | None) -> pb.GenerateRequest:

@@ -187,7 +187,7 @@ class ResponsesRequest(Sampling):
         BeforeValidator(one_message, json_schema_input_type=str | list[AnyItem]),
     ]
     instructions: str | None = None
-    include: list[Includable] | None = None
+    include: Annotated[list[Includable], Field(fail_fast=True)] | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None
     metadata: (
         Annotated[
@@ -239,7 +239,8 @@ def as_chat(body: ResponsesRequest) -> tuple[ChatPrompt, dict[str, str]]:
             case FunctionCall():
                 turn = turn or Message(role="assistant")
                 function = CalledFunction(name=item.name, arguments=item.arguments)
-                turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(id=item.call_id, function=function)]
+                turn.tool_calls = turn.tool_calls or []
+                turn.tool_calls.append(ToolCall(id=item.call_id, function=function))
                 field, own = f"tool_calls[{len(turn.tool_calls) - 1}].function", ""
         if not messages or turn is not messages[-1]:
             messages.append(turn)

@@ -16,11 +16,17 @@ from gateway.answer import Answer, PromptRefused
 from gateway.config import GatewayConfig
 from gateway.engines import CallContext, EnginePool
 from gateway.errors import ApiError, from_rpc, no_engine
-from gateway.mapping import chat_request, completion_requests, responses_request, tokenize_request
+from gateway.mapping import (
+    chat_request,
+    completion_requests,
+    detokenize_request,
+    responses_request,
+    tokenize_request,
+)
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.openapi import openapi
 from gateway.responses_format import ResponsesFormat
-from gateway.responses_schema import ResponsesRequest, as_chat
+from gateway.responses_schema import ResponsesRequest
 from gateway.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -37,6 +43,7 @@ VERSION = version("fulcrum-llm")
 FINGERPRINT = f"fulcrum-{VERSION}"
 CHAT_NAMES = {"prompt": "messages"}
 
+B = TypeVar("B")
 T = TypeVar("T")
 
 
@@ -51,22 +58,19 @@ class Routes:
 
     async def chat_completions(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        body = await self._body(request, partial(parse, ChatRequest))
+        body, message = await self._body(request, partial(parse, ChatRequest), chat_request)
         names = CHAT_NAMES | ({} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"})
 
         def form(head: Head, choices: int) -> Format:
             asked, of_prompt = bool(body.logprobs), body.prompt_logprobs
             return ChatFormat(head, choices, body.include_usage, logprobs=asked, prompt_logprobs=of_prompt)
 
-        return await self._generate(request, body, [chat_request(body)], form, names)
+        return await self._generate(request, body, [message], form, names)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        body = await self._body(request, partial(parse, CompletionRequest))
-        if len(body.prompt) > self._config.max_prompts:
-            limit = self._config.max_prompts
-            raise ApiError(400, f"Invalid 'prompt': at most {limit} prompts.", param="prompt", code="invalid_value")
-        requests = completion_requests(body)
+        mapped = partial(completion_requests, max_prompts=self._config.max_prompts)
+        body, requests = await self._body(request, partial(parse, CompletionRequest), mapped)
         echo = await self._echo(request, body) if body.echo else None
 
         def form(head: Head, choices: int) -> Format:
@@ -77,13 +81,12 @@ class Routes:
 
     async def responses(self, request: Request) -> Response:
         """POST /v1/responses."""
-        body = await self._body(request, partial(parse, ResponsesRequest))
-        prompt, names = as_chat(body)
+        body, (message, names) = await self._body(request, partial(parse, ResponsesRequest), responses_request)
 
         def form(head: Head, choices: int) -> Format:
             return ResponsesFormat(head, body)
 
-        return await self._generate(request, body, [responses_request(body, prompt)], form, names)
+        return await self._generate(request, body, [message], form, names)
 
     async def stored_response(self, request: Request) -> Response:
         """GET and DELETE /v1/responses/{id}: none is kept."""
@@ -110,9 +113,9 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: of a prompt, or of a chat's messages."""
-        body = await self._body(request, parse_tokenize)
+        body, message = await self._body(request, parse_tokenize, tokenize_request)
         names = CHAT_NAMES if isinstance(body, TokenizeChatRequest) else {}
-        reply = await self._call(request, "Tokenize", tokenize_request(body), names)
+        reply = await self._call(request, "Tokenize", message, names)
         pieces = [piece.decode(errors="replace") for piece in reply.token_bytes] if body.return_token_strs else None
         return JSONResponse(
             {
@@ -125,10 +128,7 @@ class Routes:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        body = await self._body(request, partial(parse, DetokenizeRequest))
-        message = pb.DetokenizeRequest(
-            model=body.model or "", token_ids=body.tokens, skip_special_tokens=body.skip_special_tokens
-        )
+        _, message = await self._body(request, partial(parse, DetokenizeRequest), detokenize_request)
         reply = await self._call(request, "Detokenize", message, {"prompt": "tokens"})
         return JSONResponse({"prompt": reply.text})
 
@@ -228,8 +228,15 @@ class Routes:
         self._metrics.stream_errors.labels(str(error.status)).inc()
         return shape.failed(error)
 
-    async def _body(self, request: Request, read: Callable[[dict[str, Any]], T]) -> T:
-        return await read_json(request, self._config.max_body_bytes, read)
+    async def _body(
+        self, request: Request, read: Callable[[dict[str, Any]], B], mapped: Callable[[B], T]
+    ) -> tuple[B, T]:
+        """What a request asks for, and what is made of it for the engine. Raises: as read_json."""
+
+        def both(fields: dict[str, Any]) -> tuple[B, T]:
+            return (body := read(fields)), mapped(body)
+
+        return await read_json(request, self._config.max_body_bytes, self._config.arrival_seconds, both)
 
     def _context(self, request: Request) -> CallContext:
         """The label and the deadline: the caller's x-request-timeout or the gateway's limit, whichever is shorter."""

@@ -19,6 +19,7 @@ from pydantic_core import from_json
 
 from gateway.constraints import Choices, Given, ResponseFormat, Schema, StructuredOutputs, given_constraints
 from gateway.errors import ApiError
+from gateway.strict import Strict
 
 UINT32_MAX = 2**32 - 1
 MAX_N = 128
@@ -54,18 +55,8 @@ UNSERVED: dict[str, tuple[object, ...]] = {
 }
 
 
-class Body(BaseModel):
-    """JSON types are meant strictly ("1" is no number) and a field that is not known is an error."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def null_is_nothing(cls, value: object) -> object:
-        """Drops fields that are not known and null: clients dump all of their own when they send an answer back."""
-        if isinstance(value, dict) and not value.keys() <= cls.model_fields.keys():
-            return {name: each for name, each in value.items() if each is not None or name in cls.model_fields}
-        return value
+class Body(Strict):
+    """What an endpoint takes, or an object in it."""
 
     ignored: ClassVar[frozenset[str]] = IGNORED
     unserved: ClassVar[Mapping[str, tuple[object, ...]]] = UNSERVED
@@ -399,7 +390,7 @@ def parse(kind: type[B], fields: dict[str, Any]) -> B:
         del known[name]
     # Before pydantic gathers every one of them.
     if unknown := next((name for name in known if name not in kind.model_fields), None):
-        raise unknown_field(unknown)
+        raise unknown_field(unknown[:200])
     try:
         return kind.model_validate(known)
     except ValidationError as error:
@@ -413,7 +404,7 @@ def parse_tokenize(fields: dict[str, Any]) -> TokenizeChatRequest | TokenizeText
 
 def unknown_field(param: str) -> ApiError:
     """The answer to a field that is neither served nor ignored."""
-    return ApiError(400, f"Unknown field '{param:.200}'.", param=param[:200], code="unknown_parameter")
+    return ApiError(400, f"Unknown field '{param}'.", param=param, code="unknown_parameter")
 
 
 def first_fault(error: ValidationError) -> ApiError:
@@ -425,6 +416,7 @@ def first_fault(error: ValidationError) -> ApiError:
             param += f"[{key}]"
         elif not key.endswith("]"):  # pydantic's names of union branches are no fields
             param += f".{key}" if param else key
+    param = param[:200]
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
         return unknown_field(param)

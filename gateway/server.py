@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.supervisors import Multiprocess
 
 from fulcrum.tls import Identity, server_context
 from gateway.config import GatewayConfig
+from gateway.protocol import BoundedHttp
 from telemetry.logs import formatter
 
 BACKLOG = 2048
@@ -22,39 +22,9 @@ GRPC_EXPERIMENTS = "-event_engine_client"
 # Longer than clients and balancers keep idle connections, so that none is closed under a request.
 KEEP_ALIVE_SECONDS = 75
 START_FAILED = 3
-# Of a request's line and headers. What the last read brought is not counted, so a little more may pass.
-MAX_HEAD_BYTES = 64 << 10
-HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 # A worker that answers its supervisor later than this is replaced. It cannot answer while it is still importing, which
 # takes long on a busy machine: too low a limit would replace workers that only start, again and again.
 WORKER_ANSWER_SECONDS = 60
-
-
-class BoundedHttp(HttpToolsProtocol):
-    """Ends connections whose headers do not end: the parser would keep them all, before any key is looked at."""
-
-    head_bytes = 0
-    in_head = False
-
-    def on_message_begin(self) -> None:
-        """A request begins."""
-        self.in_head, self.head_bytes = True, 0
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        """Its body, or the next request, follows."""
-        self.in_head = False
-        super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        """The next bytes of the connection."""
-        if self.in_head:
-            self.head_bytes += len(data)
-            if self.head_bytes > MAX_HEAD_BYTES:
-                self.transport.write(HEAD_TOO_LARGE)
-                self.transport.close()
-                return
-        super().data_received(data)
 
 
 def logging_of(config: GatewayConfig) -> dict[str, Any]:
@@ -112,7 +82,8 @@ def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
         functools.partial(create, config),
         factory=True,
         loop="uvloop",
-        http=BoundedHttp,
+        # Its type is said to be a class; what uvicorn does is to call it.
+        http=functools.partial(BoundedHttp, head_seconds=config.arrival_seconds),  # type: ignore[arg-type]
         ws="none",
         lifespan="on",
         workers=config.workers,

@@ -27,11 +27,11 @@ Write = Callable[[bytes], Awaitable[None]]
 Source = Callable[[Write], Awaitable[bytes]]
 
 
-async def read_json(request: Request, max_bytes: int, read: Callable[[dict[str, Any]], T]) -> T:
+async def read_json(request: Request, max_bytes: int, seconds: float, read: Callable[[dict[str, Any]], T]) -> T:
     """What `read` makes of the JSON object in a request's body; of a large one in a thread, so that the others go on.
 
-    Raises: ApiError 400 for another content type or bad JSON, 413 for a body of more than `max_bytes`;
-        ClientDisconnect; whatever `read` raises.
+    Raises: ApiError 400 for another content type or bad JSON, 413 for a body of more than `max_bytes`, 408 for one that
+        takes more than `seconds` to come; ClientDisconnect; whatever `read` raises.
     """
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
@@ -45,10 +45,15 @@ async def read_json(request: Request, max_bytes: int, read: Callable[[dict[str, 
     if length.isdigit() and int(length) > max_bytes:
         raise too_large(max_bytes)
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large(max_bytes)
+    try:
+        async with asyncio.timeout(seconds):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise too_large(max_bytes)
+    except TimeoutError as error:
+        message = f"The body did not come within {seconds:g} seconds."
+        raise ApiError(408, message, code="request_timeout") from error
     if len(body) > LARGE_BYTES:
         return await asyncio.to_thread(lambda: read(parse_json(bytes(body))))
     return read(parse_json(bytes(body)))

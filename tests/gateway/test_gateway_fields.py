@@ -1,10 +1,12 @@
 """Which fields are taken, what becomes of them, and which are refused by name."""
 
 import contextlib
+import functools
 import gzip
 import json
 import socket
 
+import httpx
 import pytest
 from google.protobuf.json_format import MessageToDict
 from openai.types import completion_create_params as completion_params
@@ -463,3 +465,52 @@ def test_headers_without_an_end_are_cut(http, gateway, piece):
         assert received.startswith(b"HTTP/1.1 431 ") or received == b""
         assert b"200" not in received
     assert http.get(f"{gateway}/livez", headers={"x-long": "a" * 30_000}).status_code == 200
+
+
+def test_clients_that_do_not_go_on_are_let_go(start_gateway, engine):
+    """Whether they have sent nothing, half of their headers or half of their body, they hold nothing for long."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    begun = {b"": b"", head: b"", head + b"content-length: 9\r\n\r\n{": b"HTTP/1.1 408 "}
+    with start_gateway(engines=[engine.address], arrival_seconds=2) as url, contextlib.ExitStack() as stack:
+        place = httpx.URL(url)
+        connections = [
+            stack.enter_context(socket.create_connection((place.host, place.port), timeout=30)) for _ in begun
+        ]
+        for connection, sent in zip(connections, begun, strict=True):
+            connection.sendall(sent)
+        for connection, answer in zip(connections, begun.values(), strict=True):
+            received = b"".join(iter(functools.partial(connection.recv, 4096), b""))  # to the connection's end
+            assert received[:13] == answer
+        assert b'"request_timeout"' in received
+
+
+def test_an_upgrade_is_ignored(http, gateway, engine, kit):
+    """Java's client offers h2c with its first request; a server may go on as if it had not (RFC 9110, 7.8)."""
+    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAEAAEAAAAIAAAABAAMAAABk"}
+    body = kit.CHAT | {"user": "\r\nUpgrade: x"}
+    answer = http.post(f"{gateway}/v1/chat/completions", json=body, headers=offer)
+    assert answer.json()["choices"][0]["message"]["content"] == "Hello world"
+
+
+def test_floods_are_refused_in_time(http, gateway, engine):
+    """The first of many faults is told, soon; what is mapped is mapped once."""
+    many = 40_000
+    calls = [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}] * 10_000
+    messages = [{"role": "user", "content": "a"}]
+    for path, body, param in (
+        ("responses", {"input": "a", "include": ["x"] * many}, "include[0]"),
+        ("responses", {"input": "a", "metadata": {"k" * 500_000: "v"}}, ("metadata." + "k" * 200)[:200]),
+        ("chat/completions", {"messages": [messages[0] | {f"k{i}": 1 for i in range(many)}]}, "messages[0].k0"),
+        (
+            "chat/completions",
+            {"messages": messages, "response_format": {"type": "text"} | {f"k{i}": 1 for i in range(many)}},
+            "response_format.k0",
+        ),
+    ):
+        answer = http.post(f"{gateway}/v1/{path}", json=body)
+        assert answer.status_code == 400
+        assert len(answer.content) < 2000
+        assert error_of(answer)["param"] == param
+    answer = http.post(f"{gateway}/v1/responses", json={"input": calls})
+    assert answer.status_code == 200
+    assert len(engine.calls[-1].request.chat.messages[0].tool_calls) == len(calls)
