@@ -32,8 +32,10 @@ class NGrams:
     def __init__(self, tokens: list[int], length: int, window: tuple[int, int]) -> None:
         self._tokens, self._length = tokens, length
         self._sizes = range(window[1], window[0] - 1, -1)
-        self._after: dict[tuple[int, ...], int] = {}  # a run of tokens -> where the token is that followed it last
-        self._runs: list[tuple[int, ...]] = []  # the runs that end with the last token
+        # The hash of a run of tokens -> where the token is that followed it last. Two runs of one hash make a wrong
+        # guess at worst; the runs themselves would take more memory, and the garbage collector's time.
+        self._after: dict[int, int] = {}
+        self._runs: list[int] = []  # those that end with the last token
         self._end = 0  # tokens that were looked at
         self._next = -1  # where the token is that is guessed to come next; -1: nowhere
         self._goes_on = False  # the guess before was right, and this one is of the same place
@@ -45,10 +47,10 @@ class NGrams:
         tokens, after = self._tokens, self._after
         end = len(tokens)
         if not self._end:  # the prompt, several times faster than token by token
+            places = list(range(end))
             for size in self._sizes:
-                after.update(
-                    zip(zip(*(tokens[at:] for at in range(size)), strict=False), range(size, end), strict=False)
-                )
+                runs = zip(*(tokens[at:] for at in range(size)), strict=False)
+                after.update(zip(map(hash, runs), places[size:], strict=False))
             self._end = end
             self._find(end)
         for position in range(self._end, end):
@@ -69,7 +71,7 @@ class NGrams:
 
     def _find(self, end: int) -> None:
         tokens, self._next = self._tokens, -1
-        self._runs = [tuple(tokens[end - size : end]) for size in self._sizes if size <= end]
+        self._runs = [hash(tuple(tokens[end - size : end])) for size in self._sizes if size <= end]
         for run in self._runs:
             if run in self._after:
                 self._next = self._after[run]

@@ -13,12 +13,14 @@ class Plan:
     Attributes:
         budget: tokens that may still be added.
         short: whether a sequence lacked a page.
+        room: guesses for which a sequence may yet wait.
         guessing: decoding sequences whose next tokens may be guessed.
     """
 
     step_id: int
     budget: int
     short: bool = False
+    room: int = 0
     inits: list[RowInit] = field(default_factory=list)
     page_updates: list[PageUpdate] = field(default_factory=list)
     works: list[RowWork] = field(default_factory=list)

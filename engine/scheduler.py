@@ -19,7 +19,8 @@ Rules kept here:
 - With full-length reservation a sequence gets, when it is admitted, the pages of its prompt and all its max_tokens, as
   engines without paging do, and never lacks one afterwards.
 - A sequence with a grammar draws a token only when the one before it has been collected: that one says what may come.
-  So does one whose guesses go well (`engine.ngram`); they follow its latest token, and have to be known.
+  So does one whose guesses go well (`engine.ngram`); they follow its latest token, and have to be known. But only so
+  many wait as all their guesses have room for: the others would lose the overlap of steps for nothing.
 - Guesses come last in a step: they get what is left of its tokens and samples, and of the pages beyond the watermark.
   A step draws a token behind each, with that position's own random number, as plain decoding would: as long as the
   guess is the token drawn before it, the token behind it counts. So texts are those of plain decoding, greedy or not;
@@ -293,15 +294,16 @@ class Scheduler:
 
     def _decode(self, plan: Plan, decoding: tuple[Sequence, ...]) -> None:
         works, samples, page_size, step_id = plan.works, plan.samples, self._cache.page_size, plan.step_id
-        limit = len(works) + plan.budget
+        limit, running = len(works) + plan.budget, State.RUNNING
+        plan.room = self._max_samples - len(decoding)
         for sequence in decoding:
             if len(works) >= limit:
                 break
             # It may just have been preempted, or its last token may be in flight.
-            if sequence.state is not State.RUNNING or sequence.num_tokens >= sequence.max_length:
+            if sequence.state is not running or sequence.num_tokens >= sequence.max_length:
                 continue
             special = sequence.special
-            if special and self._waits(sequence):
+            if special and self._waits(plan, sequence):
                 continue
             position = sequence.num_computed
             if position == len(sequence.pages) * page_size and not self._grow(plan, sequence, 1):
@@ -323,15 +325,17 @@ class Scheduler:
                 self._waiting.charge(self._row(row).request.tenant, DECODE_WORK)
         plan.budget = limit - len(works)
 
-    @staticmethod
-    def _waits(sequence: Sequence) -> bool:
+    def _waits(self, plan: Plan, sequence: Sequence) -> bool:
         """Whether the sequence has to wait for its last token, or does better to."""
-        ngrams = sequence.ngrams
-        if ngrams is not None:
-            ngrams.follow()
         if sequence.num_tokens == len(sequence.tokens):
             return False
-        return sequence.matcher is not None or sequence.guessed or (ngrams is not None and ngrams.worth_waiting)
+        ngrams, waits = sequence.ngrams, sequence.matcher is not None or sequence.guessed
+        if ngrams is not None:
+            if not waits and plan.room > 0:
+                ngrams.follow()
+                waits = ngrams.worth_waiting
+            plan.room -= waits * self._guess[0]
+        return waits
 
     def _speculate(self, plan: Plan) -> None:
         """Adds guesses at what follows the tokens that decoding sequences draw."""
@@ -341,6 +345,7 @@ class Scheduler:
             if sequence.state is not State.RUNNING or sequence.ngrams is None or room <= 0:
                 continue
             start, held = sequence.num_computed, len(sequence.pages) * self._cache.page_size
+            sequence.ngrams.follow()
             guesses = sequence.ngrams.guesses(min(room, held - start + max(0, spare) * self._cache.page_size))
             missing = self._cache.missing(sequence, start + len(guesses))
             if missing > 0:
@@ -607,7 +612,7 @@ class Scheduler:
         """Takes in what a step brought: tokens are appended, ends are judged, rows and pages go back."""
         updates: list[SequenceUpdate] = []
         ended: list[tuple[Sequence, FinishReason]] = []
-        rows, page_size = self._rows, self._cache.page_size
+        rows, page_size, tracer, running = self._rows, self._cache.page_size, self._tracer, State.RUNNING
         plain = len(step.samples) - step.num_drafts
         for index in result.failed:
             if index < plain:
@@ -619,22 +624,22 @@ class Scheduler:
             sequence = rows[row]
             if sequence is None:
                 raise IntegrityError(f"row {row} is empty while a step in flight uses it")
-            if sequence.state is not State.RUNNING and self._is_void(sequence, step):
+            if sequence.state is not running and self._is_void(sequence, step):
                 continue
             tokens = sequence.tokens
             tokens.append(token)
-            if self._tracer and len(tokens) == len(sequence.request.prompt) + 1:
+            if tracer and len(tokens) == len(sequence.request.prompt) + 1:
                 self._trace(sequence, "first_token", step=step.step_id)
             taken: tuple[int, ...] = (token,)
             finish = None
             if sequence.special:
                 taken, finish = self._take(sequence, token, guessed.get(row, ()))
                 generated += len(taken) - 1
+                if finish is FinishReason.ERROR:
+                    updates.append(self._fail(sequence, f"its grammar does not allow token {tokens[-1]}"))
+                    continue
             elif token in sequence.stops or len(tokens) >= sequence.max_length:
                 finish = self._judge(sequence, token)
-            if finish is FinishReason.ERROR:
-                updates.append(self._fail(sequence, f"its grammar does not allow token {tokens[-1]}"))
-                continue
             if sequence.num_computed - sequence.num_cached >= page_size:
                 self._cache.publish(sequence)
             updates.append(SequenceUpdate(sequence.request.request_id, sequence.index, taken, finish))

@@ -3,6 +3,8 @@
 The harness (conftest.py): pages of 4 tokens, 64 of them, 8 rows, 32 tokens a step, a window of 128, 50 token ids.
 """
 
+from itertools import pairwise
+
 import pytest
 
 from engine.request import FinishReason, RejectReason, Request, RequestRejected, SamplingParams
@@ -20,6 +22,21 @@ def prompt(length: int, first: int = 0) -> list[int]:
 def rows(step) -> dict[int, int]:
     """Tokens computed, by row."""
     return {work.row: work.length for work in step.works}
+
+
+class Sure:
+    """In the place of `engine.ngram.NGrams`: knows the text."""
+
+    worth_waiting = True
+
+    def __init__(self, text, sequence):
+        self.text, self.sequence = text, sequence
+
+    def follow(self): ...
+
+    def guesses(self, most):
+        known = len(self.sequence.tokens) - len(self.sequence.request.prompt)
+        return tuple(self.text[known:][: min(most, 4)])
 
 
 def feed(scheduler: Scheduler, *tokens: int) -> list:
@@ -501,6 +518,22 @@ def test_the_surplus_token_of_a_finished_sequence_is_dropped(harness):
     assert engine.update(two, StepResult((9,))) == []
     assert engine.stats.generated_tokens == 1
     assert engine.schedule() is None
+
+
+@pytest.mark.parametrize(("max_samples", "guessing"), [(4, 0), (8, 1), (12, 2)])
+def test_only_as_many_wait_for_their_last_token_as_all_their_guesses_have_room_for(harness, max_samples, guessing):
+    """All would wait, one step ahead: those without room go on in every step, as if nothing were guessed."""
+    engine = harness(depth=1, speculative_length=4, max_samples=max_samples, max_num_seqs=4, max_num_batched_tokens=64)
+    for number in range(4):
+        engine.add(str(number), prompt(9, number), max_tokens=40, ignore_eos=True)
+    for sequences in engine.scheduler._live.values():
+        sequences[0].ngrams = Sure(sequences[0].ngrams.text, sequences[0])
+    assert None not in [engine.turn() for _ in range(7)], "the device is never without a step"
+    for step, following in pairwise(engine.steps[1:6]):
+        waiting = {*range(4)} - {work.row for work in step.works}
+        assert len(waiting) == guessing
+        assert {draft.row: len(draft.tokens) for draft in following.drafts} == dict.fromkeys(waiting, 4)
+    engine.run().check_outputs()
 
 
 # Logprobs
