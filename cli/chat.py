@@ -9,9 +9,8 @@ import click
 
 from cli.requests import chat_request
 from cli.run import Failed
-from cli.settings import ConfigError, Params
+from cli.settings import Params, engine_credentials
 from fulcrum.client import FulcrumClient, FulcrumError, message
-from fulcrum.tls import channel_credentials
 from fulcrum.v1 import inference_pb2 as pb
 
 _CONNECT_SECONDS = 10.0
@@ -21,10 +20,7 @@ def run_chat(params: Params) -> None:
     """Answers each line of standard input on standard output; everything else goes to standard error. Raises Failed."""
     interactive = sys.stdin.isatty()
     with asyncio.Runner() as runner:
-        try:
-            client = runner.run(_connect(params))
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        client = runner.run(_connect(params))
         try:
             name = runner.run(client.get_model(deadline=_CONNECT_SECONDS)).served_names[0]
             if interactive:
@@ -38,13 +34,10 @@ def run_chat(params: Params) -> None:
 
 async def _connect(params: Params) -> FulcrumClient:
     key = (params["api_key"] or "").split()  # the variable may hold several, as a server's does
-    credentials = None
-    if params["engine_ca"] is not None:
-        credentials = channel_credentials(params["engine_ca"], params["engine_cert"], params["engine_cert_key"])
     return FulcrumClient(  # belongs to the running loop
         params["address"],
         api_key=key[0] if key else None,
-        credentials=credentials,
+        credentials=engine_credentials(params),
         tls_name=params["engine_tls_name"],
     )
 

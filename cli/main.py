@@ -190,9 +190,8 @@ def chat(**params: Any) -> None:
     "--steps", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="Write the latest steps here."
 )
 @options.option("--last", type=click.IntRange(1, 2**31 - 1), show_default="all that are kept", help="So many steps.")
-def trace(
-    request_id: str | None, admin_address: str, api_key: str | None, steps: Path | None, last: int | None
-) -> None:
+@options.engine_tls
+def trace(request_id: str | None, steps: Path | None, last: int | None, **connection: Any) -> None:
     """Show the timeline of a request, and write the engine's latest steps as a Chrome (Perfetto) trace file.
 
     The engine must have been started with --trace-requests.
@@ -201,7 +200,7 @@ def trace(
         raise click.UsageError("give a request's id, --steps FILE, or both")
     from cli.trace import run_trace
 
-    run_trace(request_id, admin_address, api_key, steps, last)
+    run_trace(request_id, steps, last, connection)
 
 
 main.add_command(bench)

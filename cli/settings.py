@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import grpc
 
 from engine.config import EngineConfig
+from fulcrum.tls import channel_credentials
 from gateway.config import GatewayConfig
 from service.config import AUTO, ServiceConfig
 
@@ -126,6 +128,13 @@ def gateway_config(params: Params, engines: tuple[str, ...]) -> GatewayConfig:
             **optional,
         )
     )
+
+
+def engine_credentials(params: Params) -> grpc.ChannelCredentials | None:
+    """For TLS to the engine, where it speaks that. Raises ConfigError."""
+    if params["engine_ca"] is None:
+        return None
+    return _checked(lambda: channel_credentials(params["engine_ca"], params["engine_cert"], params["engine_cert_key"]))
 
 
 def _checked(make: Callable[[], _Settings]) -> _Settings:

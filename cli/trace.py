@@ -9,6 +9,8 @@ from typing import Any
 import click
 import grpc
 
+from cli.settings import Params, engine_credentials
+from fulcrum.client import tls_options
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1.inference_pb2_grpc import AdminServiceStub
 
@@ -16,11 +18,17 @@ _SECONDS = 30.0
 
 
 @contextmanager
-def admin(address: str, api_key: str | None) -> Iterator[tuple[AdminServiceStub, dict[str, Any]]]:
+def admin(params: Params) -> Iterator[tuple[AdminServiceStub, dict[str, Any]]]:
     """AdminService at HOST:PORT or unix:/PATH, and what each call takes. Raises click.ClickException."""
+    address, api_key, credentials = params["admin_address"], params["api_key"], engine_credentials(params)
     metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+    options = tls_options(params["engine_tls_name"])
     try:
-        with grpc.insecure_channel(address) as channel:
+        with (
+            grpc.insecure_channel(address)
+            if credentials is None
+            else grpc.secure_channel(address, credentials, options)
+        ) as channel:
             yield AdminServiceStub(channel), {"metadata": metadata, "timeout": _SECONDS}
     except grpc.RpcError as error:
         raise click.ClickException(f"{address}: {error.code().name}: {error.details()}") from error
@@ -63,9 +71,9 @@ def chrome_trace(steps: list[pb.StepTrace]) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def run_trace(request_id: str | None, address: str, api_key: str | None, steps: Path | None, last: int | None) -> None:
+def run_trace(request_id: str | None, steps: Path | None, last: int | None, connection: Params) -> None:
     """Prints the request's timeline, writes the steps' file, or both. Raises click.ClickException."""
-    with admin(address, api_key) as (stub, given):
+    with admin(connection) as (stub, given):
         if request_id is not None:
             click.echo(timeline(stub.GetTrace(pb.GetTraceRequest(request_id=request_id), **given)))
         if steps is not None:

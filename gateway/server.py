@@ -30,7 +30,12 @@ WORKER_ANSWER_SECONDS = 60
 def logging_of(config: GatewayConfig) -> dict[str, Any]:
     """The form and the levels of the log, for every worker. The access log is asked for by a switch of its own."""
     level = config.log_level.upper()
-    loggers = {"gateway": level, "uvicorn.error": "ERROR" if level == "ERROR" else "WARNING", "gateway.access": "INFO"}
+    loggers = {
+        "gateway": level,
+        "fulcrum": level,
+        "uvicorn.error": "ERROR" if level == "ERROR" else "WARNING",
+        "gateway.access": "INFO",
+    }
     loggers["opentelemetry"] = loggers["uvicorn.error"]
     return {
         "version": 1,

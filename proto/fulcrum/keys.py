@@ -126,6 +126,8 @@ class KeyRing:
             version = _version(self._path)
             if version == self._version:
                 return
+            if not version[-1]:
+                raise ValueError(f"api_key_file {self._path}: it is empty, as one that is being written")
             self._filed = read_keys(self._path)
         except (OSError, ValueError) as error:
             version = ()
@@ -168,5 +170,6 @@ def _given(name: str, key: str, *, gateway: bool = False) -> Key:
 
 
 def _version(path: Path) -> tuple[int, ...]:
+    """Changes when the file does; its size comes last."""
     found = path.stat()
     return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size

@@ -44,13 +44,16 @@ def paste(line: str, **variables: str) -> str:
 def test_serve_with_keys_and_tls(fulcrum, await_end, options: list[str], certificates: Path, tmp_path: Path) -> None:
     keys, ca = tmp_path / "keys", certificates / "ca.pem"
     acme, second, beta = new_key(keys, "acme"), new_key(keys, "acme"), new_key(keys, "beta", "--priority=3")
+    operator = new_key(keys, "ops", "--admin")
     tls = [f"--{part}={certificates / f'server.{kind}'}" for part, kind in (
         ("tls-cert", "pem"), ("tls-key", "key"), ("https-cert", "pem"), ("https-key", "key"),
     )]  # fmt: skip
     serve = fulcrum(
-        "serve", *options, *tls, "--port=0", "--grpc-port=0", "--access-log", f"--api-key-file={keys}", "--workers=2"
+        *("serve", *options, *tls, "--port=0", "--grpc-port=0", "--access-log", f"--api-key-file={keys}"),
+        *("--workers=2", "--admin-address=127.0.0.1:0", "--trace-requests=9"),
     )
     address = serve.expect(r"gRPC +(\S+)")
+    administration = serve.expect(r"admin +(\S+)")
     url = serve.expect(r"OpenAI API +(https://\S+)")
     curl, grpcurl = serve.expect(r"(?m)^  (curl .*)$"), serve.expect(r"(?m)^  (grpcurl .*)$")
     serve.expect(r"(Ctrl-C ends it)")
@@ -98,6 +101,13 @@ def test_serve_with_keys_and_tls(fulcrum, await_end, options: list[str], certifi
         for path in ("tokenize", "detokenize"):
             trusting.post(f"{url.removesuffix('/v1')}/{path}", json={"prompt": MARKER}, headers=headers)
 
+        # An operator reads a request's timeline over TLS.
+        body = {"prompt": "a", "max_tokens": 1}
+        answered = trusting.post(f"{url}/completions", json=body, headers=headers).json()["id"].removeprefix("cmpl-")
+        traced = f"{sys.executable} -m cli trace {answered} --admin-address={administration} --engine-ca={ca}"
+        assert "finished" in paste(traced, FULCRUM_API_KEY=operator)
+        assert "PERMISSION_DENIED" in paste(traced, FULCRUM_API_KEY=acme)
+
         # A key that is taken out is refused within a second, and what a call takes.
         keys.write_text("".join(line for line in keys.read_text().splitlines(keepends=True) if "beta" in line))
         until = time.monotonic() + 20
@@ -110,6 +120,7 @@ def test_serve_with_keys_and_tls(fulcrum, await_end, options: list[str], certifi
     assert serve.stop() == 0
     await_end(family)
     log = serve.log.read_text()
+    assert f"INFO gateway fulcrum.keys: api_key_file {keys} has changed: 1 keys" in log
     assert "is accepted" in log, "the most verbose log is looked at"
     assert "DEBUG" in log
     for secret in (MARKER, acme, beta, "Bearer", str([*MARKER.encode()])[1:-1]):

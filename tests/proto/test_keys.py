@@ -106,13 +106,15 @@ def test_a_changed_file_counts_within_a_second(
     assert known() == ["one", "two", "given"]
     write(f"a {hashed('thr')}\nb {hashed('two')}\n")  # of the same size
     assert known() == ["two", "thr", "given"]
-    # A broken file, or none, takes nobody's key away, and is told once.
+    # A broken file, one that is being written, or none, takes nobody's key away, and is told once.
+    write("")
+    assert known() == ["two", "thr", "given"]
     write("a sha256:")
     assert known() == known() == ["two", "thr", "given"]
     path.unlink()
     assert known() == known() == ["two", "thr", "given"]
     assert [record.levelname for record in caplog.records].count("ERROR") == 1
-    # An empty one takes them all, and opens nothing.
+    # One without keys takes them all, and opens nothing.
     write("# nobody\n")
     assert known() == ["given"]
     assert not ring.open
