@@ -33,7 +33,7 @@ def serve_banner(report: EngineReport, gateway: str, params: Params, name: str, 
     body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
     return "\n".join(
         (
-            *_head(report, params, name, f"  OpenAI API  {url}"),
+            *_head(report, params, name, f"  page        {url.removesuffix('v1')}", f"  OpenAI API  {url}"),
             "",
             f"  curl{trust} {url}/chat/completions {headers} -d {shlex.quote(json.dumps(body))}",
             _grpcurl(report.address, params, with_key=with_key),

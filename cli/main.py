@@ -109,6 +109,9 @@ def service_worker(**params: Any) -> None:
     "--engine", default="127.0.0.1:50051", metavar="HOST:PORT[,...]", help="Engine servers, all of the same model."
 )
 @options.option("--engine-key", help="Key that this gateway shows to the engines, one of their gateway keys.")
+@options.option(
+    "--engine-admin", metavar="ADDRESS", help="An engine's administration: the page at / shows what it does."
+)
 @options.together(
     options.host,
     options.http_port,

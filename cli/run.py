@@ -41,7 +41,9 @@ def serve_both(params: Params, engine: click.Command, gateway: click.Command) ->
 
     def gateway_line(report: EngineReport) -> list[str]:
         engines = ",".join(report.process_addresses) or banner.reachable(report.address)
-        return settings.child_arguments(gateway, params, engine=engines)
+        # Over TCP it would need a key with admin, which the gateway's own is not.
+        admin = report.admin_address if (report.admin_address or "").startswith("unix:") else None
+        return settings.child_arguments(gateway, params, engine=engines, engine_admin=admin)
 
     def ready(report: EngineReport, address: str) -> None:
         name = settings.served_names(params)[0]

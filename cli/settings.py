@@ -24,7 +24,7 @@ _OF_THE_PARENT = tuple(
     f"FULCRUM_{name}"
     for name in (
         *("API_KEY_FILE", "TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA", "HTTPS_CERT", "HTTPS_KEY"),
-        *("ENGINE_CA", "ENGINE_CERT", "ENGINE_CERT_KEY", "ENGINE_TLS_NAME"),
+        *("ENGINE_CA", "ENGINE_CERT", "ENGINE_CERT_KEY", "ENGINE_TLS_NAME", "ENGINE_ADMIN"),
     )
 )
 
@@ -112,6 +112,7 @@ def gateway_config(params: Params, engines: tuple[str, ...]) -> GatewayConfig:
             api_keys=params["api_key"],
             api_key_file=params["api_key_file"],
             engine_key=params.get("engine_key"),
+            engine_admin=params.get("engine_admin"),
             https_cert=params["https_cert"],
             https_key=params["https_key"],
             engine_ca=params.get("engine_ca"),

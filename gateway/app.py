@@ -16,6 +16,7 @@ from gateway.config import GatewayConfig
 from gateway.edge import CLIENT_GONE, Edge
 from gateway.engines import EnginePool
 from gateway.errors import ApiError, internal_error
+from gateway.live import FILES, Page
 from gateway.metrics import Metrics
 from gateway.routes import VERSION, Routes
 from telemetry.tracing import Tracer
@@ -29,6 +30,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
     metrics = Metrics()
     tracer = None if config.otlp_endpoint is None else Tracer(config.otlp_endpoint, "gateway")
     routes = Routes(config, pool, metrics)
+    page = Page(config)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -56,6 +58,8 @@ def create_app(config: GatewayConfig) -> FastAPI:
         ("/version", routes.version, ["GET"]),
         ("/openapi.json", routes.openapi, ["GET"]),
         ("/metrics", routes.metrics, ["GET"]),
+        *((path, page.file, ["GET", "HEAD"]) for path in FILES),
+        ("/page/live", page.live, ["GET"]),
     ):
         app.add_api_route(path, endpoint, methods=methods, response_model=None)
     app.add_exception_handler(ApiError, on_api_error)

@@ -26,6 +26,8 @@ class GatewayConfig:
         api_keys: keys that callers may show as `Authorization: Bearer KEY`.
         api_key_file: further keys, of several tenants (fulcrum.keys).
         engine_key: the key that this gateway shows to the engines; it must be one of their gateway keys.
+        engine_admin: HOST:PORT (or unix:PATH) of an engine's AdminService, for the live view (None: there is none).
+            Over TCP `engine_key` must be one with admin.
         https_cert, https_key: PEM files: HTTPS is served, and nothing else.
         engine_ca: PEM file: engines at TCP addresses speak TLS, with a certificate of these authorities.
         engine_cert, engine_cert_key: PEM files: the certificate that this gateway shows to engines that ask for one.
@@ -51,6 +53,7 @@ class GatewayConfig:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: Path | None = None
     engine_key: str | None = field(default=None, repr=False)
+    engine_admin: str | None = None
     https_cert: Path | None = None
     https_key: Path | None = None
     engine_ca: Path | None = None

@@ -14,11 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fulcrum.keys import MAX_PRIORITY, TENANT, Key, KeyRing, bearer
 from gateway.errors import ApiError, going_down
+from gateway.live import FILES
 from gateway.metrics import Metrics
 from telemetry.logs import about
 from telemetry.tracing import Tracer, fail, passed_on
 
-OPEN_PATHS = frozenset({"/health", "/livez"})
+OPEN_PATHS = frozenset({"/health", "/livez", *FILES})
 NOT_IN_LABEL = re.compile(r"[^A-Za-z0-9._:/=+-]")
 LABEL_LENGTH = 128
 CLIENT_GONE = 499
@@ -50,6 +51,7 @@ class Edge:
         state["arrival"] = arrival = time.monotonic()
         shown = bearer(headers.get("authorization"))
         key = None if shown is None or self._keys.open else self._keys.find(shown)
+        state["admin"] = self._keys.open or (key is not None and key.admin)
         state["caller"] = () if key is None else caller_metadata(key)
         span, state["trace"] = None, passed_on(headers)
         if self._tracer is not None and scope["method"] == "POST":

@@ -225,7 +225,7 @@ def test_an_engine_that_does_not_accept_is_an_error(http, gateway, engine, kit):
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "unknown_url"),
+        ("GET", "/page", 404, "unknown_url"),
         ("GET", "/v1/chat/completions/", 404, "unknown_url"),
         ("GET", "/docs", 404, "unknown_url"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),

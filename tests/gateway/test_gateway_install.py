@@ -56,3 +56,4 @@ def test_the_gateway_extra_alone_serves(tmp_path, kit, engine, http, start_gatew
         answer = http.post(f"{url}/v1/chat/completions", json=kit.CHAT)
         assert answer.json()["choices"][0]["message"]["content"] == "Hello world"
         assert http.get(f"{url}/metrics").status_code == 200
+        assert "<title>Fulcrum</title>" in http.get(url).text
