@@ -34,6 +34,7 @@ Rules kept here:
 """
 
 import random
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any
@@ -321,8 +322,9 @@ class Scheduler:
             sequence.num_tokens += 1
             sequence.last_step = step_id
         if self._waiting.contended:
-            for row, _, _ in works[limit - plan.budget :]:
-                self._waiting.charge(self._row(row).request.tenant, DECODE_WORK)
+            served = Counter([one.request.tenant for one in decoding if one.last_step == step_id])
+            for tenant, count in served.items():
+                self._waiting.charge(tenant, DECODE_WORK * count)
         plan.budget = limit - len(works)
 
     def _waits(self, plan: Plan, sequence: Sequence) -> bool:

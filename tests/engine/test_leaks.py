@@ -10,7 +10,9 @@ import pytest
 
 from engine.build import build_core
 from engine.config import EngineConfig
+from engine.ngram import NGrams
 from engine.request import Request, SamplingParams
+from engine.sequence import Sequence
 
 REQUESTS = int(os.environ.get("SOAK_REQUESTS", "2000"))
 LIVE = 96
@@ -56,6 +58,7 @@ def test_nothing_leaks(tmp_path):
             gc.collect()
             at_half = resident()
     gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) in (Sequence, NGrams)]
     assert resident() - at_half < 48 << 20, (resident(), at_half)
     scheduler.check_integrity()
     stats = scheduler.stats
