@@ -51,6 +51,7 @@ async function* events(answer) {
 // ---------------------------------------------------------------------------------------------------------- the chat
 
 let messages = [];
+let noModels = null; // what tells that there are none
 let running = null; // the AbortController of the answer that is being written
 
 async function loadModels() {
@@ -59,8 +60,10 @@ async function loadModels() {
     const chosen = $("model").value;
     $("model").replaceChildren(...data.map((card) => make("option", { textContent: card.id })));
     if (data.some((card) => card.id === chosen)) $("model").value = chosen;
+    noModels?.article.remove();
+    noModels = null;
   } catch (error) {
-    if (!$("model").options.length) say("error", "Models", error.message);
+    noModels ??= say("error", "Models", error.message);
   }
 }
 
@@ -187,6 +190,7 @@ $("fresh").addEventListener("click", () => {
   running = null;
   was?.abort();
   messages = [];
+  noModels = null;
   $("log").replaceChildren();
   busy(false);
   $("message").focus();

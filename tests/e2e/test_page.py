@@ -12,7 +12,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -289,8 +290,8 @@ class Hostile(rpc.InferenceServiceServicer):
 
 
 @pytest.fixture
-def hostile(tmp_path: Path) -> Iterator[str]:
-    """A gateway in front of it, which knows no administration."""
+def hostile(tmp_path: Path) -> Iterator[Callable[..., AbstractContextManager[str]]]:
+    """Starts gateways in front of it, with these flags, which know no administration."""
     server = grpc.server(ThreadPoolExecutor(8))
     rpc.add_InferenceServiceServicer_to_server(Hostile(), server)
     probe = health.HealthServicer()
@@ -299,14 +300,18 @@ def hostile(tmp_path: Path) -> Iterator[str]:
     engine = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     command = [sys.executable, "-m", "cli", "gateway", f"--engine={engine}", "--port=0", "--grace=1"]
-    with printing(command, r"OpenAI API\s+(http://\S+)/v1", tmp_path / "log") as url:
-        yield url
+    yield lambda *flags: printing([*command, *flags], r"OpenAI API\s+(http://\S+)/v1", tmp_path / "log")
     server.stop(0).wait()
 
 
-def test_what_a_model_writes_is_text(hostile: str, browser: Browser) -> None:
+def test_what_a_model_writes_is_text(hostile: Any, browser: Browser) -> None:
     """Also its name, its reasoning and its errors; and without a live view the page says how to get one."""
-    browser.go(hostile)
+    with hostile() as url:
+        check_hostile(url, browser)
+
+
+def check_hostile(url: str, browser: Browser) -> None:
+    browser.go(url)
     browser.until("document.querySelector('#live-state').textContent.includes('--engine-admin')")
     browser.until("document.querySelector('#model').value")
     texts: Callable[[str], Any] = lambda css: browser.js(  # noqa: E731
@@ -329,3 +334,27 @@ def test_what_a_model_writes_is_text(hostile: str, browser: Browser) -> None:
         assert browser.js("return document.querySelector('#message').value") == kept
     assert browser.js("return document.title") == "Fulcrum"
     assert browser.js("return document.querySelectorAll('#log img, #log script, #log b').length") == 0
+
+
+def test_a_key_opens_the_chat_and_only_one_with_admin_the_live_view(
+    hostile: Any, browser: Browser, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(
+        "".join(f"{word} sha256:{sha256(word.encode()).hexdigest()} {word}\n" for word in ("admin", "gateway"))
+    )
+    with hostile(f"--api-key-file={keys}") as url:
+        browser.go(url)
+        browser.until("document.querySelector('#log [role=alert]')?.textContent.includes('API key')")
+        browser.until("document.querySelector('#live-state').textContent.includes('API key')")
+        browser.js("document.querySelector('details').open = true")
+        for key, told in (("gateway", "(admin)"), ("admin", "--engine-admin")):
+            browser.js("document.querySelector('#key').value = ''")
+            browser.type("#key", f"{key}{TAB}")
+            browser.until(f"document.querySelector('#live-state').textContent.includes('{told}')")
+            browser.until("document.querySelector('#model').value")
+        assert browser.js("return document.querySelectorAll('#log [role=alert]').length") == 0
+        browser.type("#message", f"speak{ENTER}")
+        browser.until(f"{FACTS}?.includes('9 tokens')")
+        kept = browser.js("return [sessionStorage.getItem('key'), localStorage.length, document.cookie]")
+        assert kept == ["admin", 0, ""]
