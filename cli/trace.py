@@ -22,10 +22,10 @@ def admin(params: Params) -> Iterator[tuple[AdminServiceStub, dict[str, Any]]]:
     """AdminService at HOST:PORT or unix:/PATH, and what each call takes. Raises click.ClickException."""
     address, api_key, credentials = params["admin_address"], params["api_key"], engine_credentials(params)
     metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
-    options = tls_options(params["engine_tls_name"])
+    options = [("grpc.max_receive_message_length", -1), *tls_options(params["engine_tls_name"])]
     try:
         with (
-            grpc.insecure_channel(address)
+            grpc.insecure_channel(address, options)
             if credentials is None
             else grpc.secure_channel(address, credentials, options)
         ) as channel:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import grpc
@@ -70,3 +71,19 @@ def test_what_cannot_be_told(served):
     assert "UNAVAILABLE" in nowhere.stderr
     nothing = fulcrum("--admin-address", served.admin)
     assert nothing.returncode == 2
+
+
+class Many(rpc.AdminServiceServicer):
+    def GetSteps(self, request, context):
+        return pb.GetStepsResponse(steps=[pb.StepTrace(step_id=at, error="x" * 1_000_000) for at in range(6)])
+
+
+def test_more_steps_than_a_message_holds_by_default(tmp_path):
+    server = grpc.server(ThreadPoolExecutor(1))
+    rpc.add_AdminServiceServicer_to_server(Many(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    done = fulcrum("--admin-address", address, "--steps", str(tmp_path / "steps.json"))
+    server.stop(None).wait()
+    assert done.returncode == 0, done.stderr
+    assert "6 steps are in" in done.stderr
