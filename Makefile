@@ -4,6 +4,7 @@ MODEL ?=
 PORT ?= 8000
 GRPC_PORT ?= 50051
 SERVE_ARGS ?=
+TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 SOAK_SECONDS ?= 600
 SOAK_SEED ?= 1
@@ -27,7 +28,7 @@ serve: .venv/serve.stamp ## Engine and gateway on this machine: MODEL=... PORT=8
 	@exec $(BIN)/fulcrum serve --port $(PORT) --grpc-port $(GRPC_PORT) $(SERVE_ARGS) $(MODEL)
 
 test: .venv/dev.stamp ## The test suite (no GPU, no network)
-	@$(BIN)/pytest -m "not full and not gpu" $(PYTEST_ARGS)
+	@$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile -m "not full and not gpu" $(PYTEST_ARGS)
 
 test-full: .venv/dev.stamp ## The long forms too, and the GPU's tests where there is one
 	@$(BIN)/pytest $(PYTEST_ARGS)
