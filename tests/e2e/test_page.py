@@ -127,8 +127,9 @@ def chromium() -> tuple[str, str]:
 @contextmanager
 def printing(command: list[str], pattern: str, log: Path) -> Iterator[str]:
     """Runs a program until the block is left; gives what `pattern` finds in a line of its standard output."""
+    env = os.environ | {"XDG_CONFIG_HOME": str(log.parent), "TMPDIR": str(log.parent)}  # a browser leaves crumbs
     with log.open("wb") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
     try:
         assert process.stdout is not None
         found = next((match for line in process.stdout if (match := re.search(pattern, line))), None)
