@@ -442,7 +442,7 @@ class Scheduler:
             self._new_tokens -= self._new.pop(request_id)
             self._started.append((request_id, hit))
             if sequence.node is not None:
-                self._stats.prefix_query_tokens += sequence.num_tokens
+                self._stats.prefix_query_tokens += min(sequence.num_tokens, sequence.logprobs_from)
                 self._stats.prefix_hit_tokens += hit
                 self._cache.count_hit(sequence)
 

@@ -549,6 +549,10 @@ def test_logprobs_of_a_prompt_need_its_computation(harness, depth):
     engine.add("plain", prompt(30), max_tokens=2)
     engine.run().check_outputs()
     assert engine.cached == {"cold": 0, "warm": 0, "plain": 28}
+    counts = engine.scheduler.stats
+    assert (counts.prefix_query_tokens, counts.prefix_hit_tokens) == (1 + 1 + 30, 28), (
+        "what is computed is not asked for"
+    )
     assert engine.prompt_logprobs["warm"] == engine.prompt_logprobs["cold"] != b""
     engine.check_idle()
 
