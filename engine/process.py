@@ -122,7 +122,7 @@ class CoreProcess:
             # Kept open from here on: the core ends when this pipe does, however we end.
             process.stdin.write(json.dumps(self._settings).encode() + b"\n")
             await process.stdin.drain()
-        except ConnectionError:
+        except (ConnectionError, RuntimeError):  # the latter from uvloop, where the pipe has been closed already
             pass  # it died at once; its silence below says so
         line = await process.stdout.readline()
         if not line:

@@ -1,6 +1,8 @@
 """Options, variables, help texts and refusals of the `fulcrum` command."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,24 @@ def test_version() -> None:
     lines = CliRunner().invoke(main, ["version"]).output.splitlines()
     assert lines[0].startswith("fulcrum 0.")
     assert any(line.startswith("grpcio 1.") for line in lines)
+
+
+def test_grpc_is_told_before_it_is_imported() -> None:
+    """It reads its variables once; said later they have no effect."""
+    program = """
+import os, sys
+
+class Look:
+    def find_spec(self, name, path, target=None):
+        if name == "grpc":
+            print(os.environ["GRPC_EXPERIMENTS"], os.environ["GRPC_ENABLE_FORK_SUPPORT"])
+
+sys.meta_path.insert(0, Look())
+import cli.main, cli.run, gateway.server, service.server
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout == "-event_engine_client 0\n"
 
 
 @pytest.mark.parametrize(
