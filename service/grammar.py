@@ -185,7 +185,7 @@ class GrammarCompiler:
                 async with asyncio.timeout(_START_SECONDS):
                     process.stdin.write(to_frame(msgspec.msgpack.encode(setup)))
                     line = await process.stdout.readline()
-            except TimeoutError:
+            except (TimeoutError, ConnectionError, RuntimeError):  # uvloop says the latter where it has died already
                 line = b""
             if line != READY:
                 if process.returncode is None:
