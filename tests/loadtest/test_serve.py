@@ -591,7 +591,7 @@ def test_a_file_of_another_form_is_told(load_test, tmp_path):
         load_test("http://x", dataset="sharegpt", sampling=Sampling(path, 1)).chains()
 
 
-_EVENTS = 40_000
+_EVENTS = 100_000
 
 
 class _Flood(socketserver.StreamRequestHandler):
@@ -632,7 +632,7 @@ def test_a_server_faster_than_one_process_can_read(flood, load_test):
     assert any("use more --workers" in warning for warning in warnings(one))
     # In seconds of the busiest process's own CPU time, which other load on this machine does not change.
     seconds = [max(usage.mean for usage in done.usages) * done.result.duration for done in (one, two)]
-    assert seconds[0] > 1.4 * seconds[1]
+    assert seconds[0] > 1.2 * seconds[1]
     assert sum(served) < 0.1 * (seconds[0] + 2 * seconds[1])
     if max(usage.busy - usage.peak for usage in (*one.usages, *two.usages)) < 0.1:
         assert two.result.output_throughput > 1.4 * one.result.output_throughput
