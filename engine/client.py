@@ -39,7 +39,7 @@ from engine.messages import (
 from engine.request import FinishReason, RejectReason, Request, RequestRejected
 from engine.trace import StepTrace, TraceEvent
 
-_Reply = TypeVar("_Reply", StatsReply, CacheReply, CountReply, AbortReply, GrammarReply, TraceReply, StepsReply)
+_Reply = TypeVar("_Reply", bound=Reply)
 _Event = RequestStart | list[SequenceOutput]
 
 
@@ -340,9 +340,7 @@ class CoreClient:
         match message:
             case Outputs():
                 self._dispatch_outputs(message)
-            case (
-                StatsReply() | CacheReply() | CountReply() | AbortReply() | GrammarReply() | TraceReply() | StepsReply()
-            ):
+            case _ if isinstance(message, Reply):
                 answer = self._calls.get(message.call_id)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
