@@ -29,6 +29,7 @@ def serve_banner(report: EngineReport, gateway: str, params: Params, name: str, 
     """For both together."""
     url = _url(gateway, params)
     trust = f" --cacert {shlex.quote(str(params['https_cert']))}" if params["https_cert"] else ""
+    trust += " --cert CLIENT.pem --key CLIENT.key" if params["https_client_ca"] else ""
     headers = f"-H 'Content-Type: application/json'{_BEARER if with_key else ''}"
     body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
     return "\n".join(

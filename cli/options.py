@@ -109,6 +109,7 @@ tls = together(
 https = together(
     option("--https-cert", type=existing_file, help="PEM certificate (chain) of the gateway, which then serves HTTPS."),
     option("--https-key", type=existing_file, help="PEM key of --https-cert, without a passphrase."),
+    option("--https-client-ca", type=existing_file, help="PEM authorities: clients must have a certificate of theirs."),
 )
 engine_tls = together(
     option("--engine-ca", type=existing_file, help="PEM authorities of engines that speak TLS."),

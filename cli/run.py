@@ -130,7 +130,8 @@ def serve_gateway(params: Params) -> None:
     def bound(host: str, port: int) -> None:
         address = settings.join_address(host, port)
         if parent is not None:
-            parent.report({"address": address, "https": config.https_cert is not None})
+            https, mutual = config.https_cert is not None, config.https_client_ca is not None
+            parent.report({"address": address, "https": https, "mutual": mutual})
         else:
             click.echo(banner.gateway_banner(address, engines, params))
 

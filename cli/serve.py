@@ -109,15 +109,15 @@ async def running(
             await child.stop(max(0.0, end - asyncio.get_running_loop().time()), signals.hurry)
 
 
-async def _healthy(address: str, *, https: bool) -> None:
+async def _healthy(address: str, *, https: bool, mutual: bool) -> None:
     """Returns when the gateway says that an engine is SERVING."""
     while True:
-        if await asyncio.to_thread(_is_healthy, reachable(address), https):
+        if await asyncio.to_thread(_is_healthy, reachable(address), https, mutual):
             return
         await asyncio.sleep(_POLL_SECONDS)
 
 
-def _is_healthy(address: str, https: bool) -> bool:
+def _is_healthy(address: str, https: bool, mutual: bool) -> bool:
     connection = http.client.HTTPConnection(address, timeout=2)
     if https:
         # A child of ours, on this machine, asked for no secret: its certificate is for others, by other names.
@@ -125,6 +125,9 @@ def _is_healthy(address: str, https: bool) -> bool:
         unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
         connection = http.client.HTTPSConnection(address, timeout=2, context=unchecked)
     try:
+        connection.connect()
+        if mutual:  # no request without a certificate; and it speaks to nobody before it has looked for its engines
+            return True
         connection.request("GET", "/health")
         return connection.getresponse().status == http.client.OK
     except OSError:

@@ -23,7 +23,7 @@ _SECRETS = ("api_key", "engine_key", "gateway_key")
 _OF_THE_PARENT = tuple(
     f"FULCRUM_{name}"
     for name in (
-        *("API_KEY_FILE", "TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA", "HTTPS_CERT", "HTTPS_KEY"),
+        *("API_KEY_FILE", "TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA", "HTTPS_CERT", "HTTPS_KEY", "HTTPS_CLIENT_CA"),
         *("ENGINE_CA", "ENGINE_CERT", "ENGINE_CERT_KEY", "ENGINE_TLS_NAME", "ENGINE_ADMIN"),
     )
 )
@@ -115,6 +115,7 @@ def gateway_config(params: Params, engines: tuple[str, ...]) -> GatewayConfig:
             engine_admin=params.get("engine_admin"),
             https_cert=params["https_cert"],
             https_key=params["https_key"],
+            https_client_ca=params["https_client_ca"],
             engine_ca=params.get("engine_ca"),
             engine_cert=params.get("engine_cert"),
             engine_cert_key=params.get("engine_cert_key"),

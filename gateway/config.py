@@ -29,6 +29,7 @@ class GatewayConfig:
         engine_admin: HOST:PORT (or unix:PATH) of an engine's AdminService, for the live view (None: there is none).
             Over TCP `engine_key` must be one with admin.
         https_cert, https_key: PEM files: HTTPS is served, and nothing else.
+        https_client_ca: PEM file: and its clients must have a certificate of these authorities.
         engine_ca: PEM file: engines at TCP addresses speak TLS, with a certificate of these authorities.
         engine_cert, engine_cert_key: PEM files: the certificate that this gateway shows to engines that ask for one.
         engine_tls_name: the name in the engines' certificates, where it is not their host's.
@@ -56,6 +57,7 @@ class GatewayConfig:
     engine_admin: str | None = None
     https_cert: Path | None = None
     https_key: Path | None = None
+    https_client_ca: Path | None = None
     engine_ca: Path | None = None
     engine_cert: Path | None = None
     engine_cert_key: Path | None = None
@@ -106,7 +108,7 @@ class GatewayConfig:
 
     def identity(self) -> Identity | None:
         """What this server shows to HTTPS clients. Raises: ValueError naming the field that is wrong."""
-        return identity("https", self.https_cert, self.https_key)
+        return identity("https", self.https_cert, self.https_key, self.https_client_ca)
 
     def engine_credentials(self) -> grpc.ChannelCredentials | None:
         """For TLS to the engines. Raises: ValueError naming the field that is wrong."""

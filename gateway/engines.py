@@ -1,6 +1,7 @@
 """Connections to the engine servers: who is SERVING, whose turn it is, and one retry elsewhere. Knows no HTTP."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -162,9 +163,9 @@ class EnginePool:
         """Opens the channels, starts to watch, and gives the engines a moment to answer."""
         self._engines = [Engine(address, self._config, self._metadata) for address in self._config.engines]
         self._watches = [asyncio.create_task(link.watch()) for link in self._links]
-        seen = asyncio.gather(*(link.seen_serving.wait() for link in self._links))
-        await asyncio.wait([seen], timeout=START_SECONDS)
-        seen.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_SECONDS):
+                await asyncio.gather(*(link.seen_serving.wait() for link in self._links))
         return self
 
     async def __aexit__(

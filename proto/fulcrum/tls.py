@@ -30,13 +30,15 @@ class Identity:
     names: tuple[str, str, str]
 
     def context(self) -> ssl.SSLContext:
-        """For a server (TLS 1.2 and later). Raises: ValueError naming the setting that is wrong."""
+        """For a server (TLS 1.2 and later; with client_ca 1.3). Raises: ValueError naming the setting that is wrong."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         _check_certificates(self.names[0], self.cert)
         if self.client_ca is not None:
             _check_certificates(self.names[2], self.client_ca)
             context.load_verify_locations(self.client_ca)
             context.verify_mode = ssl.CERT_REQUIRED
+            # No session is resumed: its certificate would not be looked at again, though its authority were removed.
+            context.minimum_version, context.num_tickets = ssl.TLSVersion.TLSv1_3, 0
         try:
             context.load_cert_chain(self.cert, self.key, password=lambda: b"")
         except ssl.SSLError as error:

@@ -48,6 +48,7 @@ def test_serve_with_keys_and_tls(fulcrum, await_end, options: list[str], certifi
     tls = [f"--{part}={certificates / f'server.{kind}'}" for part, kind in (
         ("tls-cert", "pem"), ("tls-key", "key"), ("https-cert", "pem"), ("https-key", "key"),
     )]  # fmt: skip
+    tls.append(f"--https-client-ca={ca}")
     serve = fulcrum(
         *("serve", *options, *tls, "--port=0", "--grpc-port=0", "--access-log", f"--api-key-file={keys}"),
         *("--workers=2", "--admin-address=127.0.0.1:0", "--trace-requests=9"),
@@ -59,6 +60,7 @@ def test_serve_with_keys_and_tls(fulcrum, await_end, options: list[str], certifi
     serve.expect(r"(Ctrl-C ends it)")
 
     # The lines that are printed work.
+    curl = curl.replace("CLIENT", str(certificates / "client"))
     assert "choices" in json.loads(paste(f"{curl} --silent", FULCRUM_API_KEY=acme))
     assert '"accepted"' in paste(grpcurl, FULCRUM_API_KEY=acme)
     assert "Unauthenticated" in paste(grpcurl, FULCRUM_API_KEY="sk-unknown")
@@ -66,7 +68,9 @@ def test_serve_with_keys_and_tls(fulcrum, await_end, options: list[str], certifi
     several = f"{acme} {beta}"  # a server's own variable; a client shows the first
     assert "Error" not in paste(f"echo hello | {shlex.join(chat)}", FULCRUM_API_KEY=several)
 
-    with httpx.Client(verify=ssl.create_default_context(cafile=ca), trust_env=False, timeout=60) as trusting:
+    mutual = ssl.create_default_context(cafile=ca)
+    mutual.load_cert_chain(certificates / "client.pem", certificates / "client.key")
+    with httpx.Client(verify=mutual, trust_env=False, timeout=60) as trusting:
 
         def cached(key: str, text: str = MARKER * 4, **more: object) -> int:
             client = openai.OpenAI(base_url=url, api_key=key, max_retries=0, http_client=trusting)

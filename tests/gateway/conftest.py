@@ -34,7 +34,8 @@ from gateway.config import GatewayConfig
 from gateway.server import serve
 settings = json.loads(sys.argv[1])
 settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
-settings |= {k: Path(settings[k]) for k in ("api_key_file", "https_cert", "https_key", "engine_ca") if k in settings}
+files = ("api_key_file", "https_cert", "https_key", "https_client_ca", "engine_ca")
+settings |= {k: Path(settings[k]) for k in files if k in settings}
 if __name__ == "__main__":
     serve(GatewayConfig(**settings), lambda host, port: print(port, flush=True))
 """

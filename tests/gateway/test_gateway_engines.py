@@ -137,7 +137,7 @@ def test_death_and_return(http, own_engines, start_gateway, kit):
         assert answer.json()["choices"][0]["message"]["content"] == "back"
 
 
-def test_a_gateway_may_start_before_its_engine(http, own_engines, start_gateway, kit):
+def test_a_gateway_may_start_before_its_engine(http, own_engines, start_gateway, kit, tmp_path):
     engine = own_engines()
     engine.stop()
     with start_gateway(engines=[engine.address], wait=False) as url:
@@ -146,6 +146,7 @@ def test_a_gateway_may_start_before_its_engine(http, own_engines, start_gateway,
         engine.start()
         kit.wait_until(lambda: kit.is_healthy(url), 10, "the engine to be found")
         assert http.post(f"{url}/v1/chat/completions", json=kit.CHAT).status_code == 200
+    assert "Traceback" not in (tmp_path / "gateway.log").read_text()
 
 
 def test_several_engines(http, own_engines, start_gateway, kit):

@@ -1,8 +1,11 @@
-"""HTTPS: curl and the openai client, two workers, and a certificate that changes."""
+"""HTTPS: curl and the openai client, two workers, a certificate that changes, and clients that must have one."""
 
+import contextlib
 import shutil
+import socket
 import ssl
 import subprocess
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -42,3 +45,46 @@ def test_https(own_engines, start_gateway, certificates, tmp_path, kit):
         for _ in range(8):
             assert "certificate" in curl(url, "--cacert", ca)
         assert complete(certificates / "stranger.pem") == "Hello world"
+
+
+def test_client_certificates(own_engines, start_gateway, certificates, tmp_path, kit):
+    def context(name, version=ssl.TLSVersion.TLSv1_3):
+        made = ssl.create_default_context(cafile=certificates / "ca.pem")
+        made.maximum_version = version
+        if name:
+            made.load_cert_chain(certificates / f"{name}.pem", certificates / f"{name}.key")
+        return made
+
+    def ask(shown, session=None):
+        """The beginning of an answer (b"": the server hangs up) and the session."""
+        address = urlsplit(url)
+        with contextlib.suppress(ssl.SSLError, ConnectionError), socket.socket() as plain:
+            plain.settimeout(20)
+            plain.connect((address.hostname, address.port))
+            with shown.wrap_socket(plain, server_hostname="localhost", session=session) as connection:
+                connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\n\r\n")
+                return connection.recv(12), connection.session
+        return b"", None
+
+    authorities = tmp_path / "authorities.pem"
+    shutil.copy(certificates / "ca.pem", authorities)
+    files = {"https_cert": str(certificates / "server.pem"), "https_key": str(certificates / "server.key")}
+    files["https_client_ca"] = str(authorities)
+    with start_gateway(wait=False, engines=[own_engines().address], api_keys=["k"], **files) as url:
+        own = ["--cert", certificates / "client.pem", "--key", certificates / "client.key"]
+        trust = ["--cacert", certificates / "ca.pem"]
+        kit.wait_until(lambda: "invalid_api_key" in curl(url, *trust, *own), 30, "the gateway to serve")
+        assert '"owned_by":"fulcrum"' in curl(url, *trust, *own, "-H", "Authorization: Bearer k")
+
+        known = context("client")
+        answer, session = ask(known)
+        assert answer == b"HTTP/1.1 200"
+        for refused in (context(None), context("stranger"), context("client", ssl.TLSVersion.TLSv1_2)):
+            assert ask(refused)[0] == b""
+
+        # An authority that is removed lets nobody in any more, whatever session a client still has.
+        assert not session.has_ticket
+        shutil.copy(certificates / "stranger.pem", authorities)
+        for kept in (None, session):
+            assert ask(known, kept)[0] == b""
+        assert ask(context("stranger"))[0] == b"HTTP/1.1 200"
