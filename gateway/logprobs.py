@@ -1,7 +1,8 @@
 """Logprobs as OpenAI's and vLLM's JSON. Knows no stream and no engine."""
 
 import codecs
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fulcrum.v1 import inference_pb2 as pb
@@ -25,14 +26,13 @@ def token_text(raw: bytes, broken: str = "") -> str:
         return broken + raw.decode(errors="backslashreplace")
 
 
-def chat_logprobs(tokens: Logprobs) -> dict[str, Any]:
-    """The `logprobs` of a chat's choice or chunk."""
+def token_logprobs(tokens: Iterable[pb.TokenLogprob]) -> list[dict[str, Any]]:
+    """OpenAI's entries: the `logprobs.content` of a chat's choice or chunk, the `logprobs` of a response's text."""
 
     def entry(one: pb.TokenLogprob | pb.TopLogprob) -> dict[str, Any]:
         return {"token": token_text(one.bytes), "logprob": finite(one.logprob), "bytes": list(one.bytes)}
 
-    content = [entry(token) | {"top_logprobs": [entry(one) for one in token.top]} for token in tokens]
-    return {"content": content, "refusal": None}
+    return [entry(token) | {"top_logprobs": [entry(one) for one in token.top]} for token in tokens]
 
 
 def prompt_logprobs(tokens: Logprobs, top: int) -> list[dict[str, Any] | None]:
@@ -62,6 +62,48 @@ class Offsets:
         offset = self._end
         self._end += len(self._utf8.decode(raw))
         return offset
+
+
+class ContentTokens:
+    """Finds the tokens of an answer's content among those of reasoning, calls and markers, by what they say.
+
+    Content lags behind its tokens and is a part of their text, in order: it goes on where it ended, or behind a marker.
+    """
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._start = 0  # of the text that follows, in characters
+        self._text = ""
+        self._tokens: deque[tuple[int, int, pb.TokenLogprob]] = deque()  # and where their texts begin and end
+
+    def add(self, tokens: Logprobs) -> None:
+        """The next tokens of the answer."""
+        for token in tokens:
+            begin = self._start + len(self._text)
+            self._text += "" if token.hidden else self._utf8.decode(token.bytes)
+            self._tokens.append((begin, self._start + len(self._text), token))
+
+    def next(self, content: str) -> list[pb.TokenLogprob]:
+        """Those of the next piece of the content, each once. What was before it has been something else."""
+        at = 0 if self._text.startswith(content) else self._text.rfind(content)
+        if at < 0:
+            return self.rest()
+        begin, end = self._start + at, self._start + at + len(content)
+        found = []
+        while self._tokens and self._tokens[0][0] < end:
+            first, last, token = self._tokens.popleft()
+            if first == begin or last > begin:
+                found.append(token)
+        self._text, self._start = self._text[at + len(content) :], end
+        return found
+
+    def rest(self) -> list[pb.TokenLogprob]:
+        """Those that are left: of what never became content, or of nothing."""
+        found = [token for *_, token in self._tokens]
+        self._start += len(self._text)
+        self._text = ""
+        self._tokens.clear()
+        return found
 
 
 class TextLogprobs:

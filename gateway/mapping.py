@@ -44,6 +44,7 @@ def responses_request(body: ResponsesRequest) -> tuple[pb.GenerateRequest, dict[
     prompt, names = as_chat(body)
     request = shared_fields(body, body.max_output_tokens)
     request.chat.CopyFrom(chat(prompt))
+    request.output.MergeFrom(pb.OutputOptions(top_logprobs=(body.top_logprobs or 0) if body.logprobs else None))
     return request, names
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from gateway.errors import ApiError
-from gateway.logprobs import Logprobs
+from gateway.logprobs import ContentTokens, Logprobs, token_logprobs
 from gateway.responses_schema import ResponsesRequest
 from gateway.sse import CallPiece, Ending, Format, Head, Said, TokenCounts, compact, quote
 
@@ -56,6 +56,7 @@ class ResponsesFormat(Format):
             "tools": [
                 {"description": None, "parameters": None, "strict": None} | tool for tool in given.get("tools", [])
             ],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": "disabled",
             "background": False,
@@ -63,12 +64,14 @@ class ResponsesFormat(Format):
         }
         self._events = 0
         self._cut = False
-        # The open item: its kind, the call's number (0 for others), its pieces, where events say that it is, and what
-        # surrounds a piece in its event.
+        self._tokens = ContentTokens()
+        # The open item: its kind, the call's number (0 for others), its pieces and their logprobs, where events say
+        # that it is, and what stands before a piece in its event.
         self._open: tuple[Kind, int] | None = None
         self._pieces: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
         self._place: dict[str, Any] = {}
-        self._around = ("", "")
+        self._before = ""
 
     def opening(self) -> bytes:
         """The response, still empty."""
@@ -77,20 +80,26 @@ class ResponsesFormat(Format):
 
     def piece(self, index: int, text: str) -> bytes:
         """A piece of the message's text."""
-        return self._say(MESSAGE, text).encode()
+        return self._say(MESSAGE, text, logprobs=self._tokens.next(text)).encode()
 
     def parts(
         self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece], logprobs: Logprobs = ()
     ) -> bytes:
         """The events of reasoning, text and calls, in this order."""
+        self._tokens.add(logprobs)
         events = self._say(REASONING, reasoning) if reasoning else ""
-        events += self._say(MESSAGE, text) if text else ""
+        if text:
+            events += self._say(MESSAGE, text, logprobs=self._tokens.next(text))
+        elif reasoning:
+            self._tokens.rest()  # reasoning has no place for them
         return (events + "".join(self._say(CALL, call.arguments, call) for call in calls)).encode()
 
     def ending(self, index: int, ending: Ending) -> bytes:
         """The end of the open item, which the limit of tokens may have cut."""
         self._cut = ending.reason == "length"
-        return self._close("incomplete" if self._cut else "completed").encode()
+        rest = self._tokens.rest()  # of a message: what ended it
+        events = self._say(MESSAGE, "", logprobs=rest) if rest and self._open == (MESSAGE, 0) else ""
+        return (events + self._close("incomplete" if self._cut else "completed")).encode()
 
     def closing(self, counts: TokenCounts) -> bytes:
         """The whole response."""
@@ -99,7 +108,8 @@ class ResponsesFormat(Format):
 
     def whole(self, choices: list[Said], endings: list[Ending], counts: TokenCounts) -> dict[str, Any]:
         """The answer that is not streamed."""
-        self.parts(0, choices[0].text, choices[0].reasoning, choices[0].calls)
+        for piece in choices[0].pieces:
+            self.parts(0, *piece)
         self.ending(0, endings[0])
         self._complete(counts)
         return self._response
@@ -127,16 +137,19 @@ class ResponsesFormat(Format):
             },
         }
 
-    def _say(self, kind: Kind, text: str, call: CallPiece | None = None) -> str:
+    def _say(self, kind: Kind, text: str, call: CallPiece | None = None, logprobs: Logprobs = ()) -> str:
         """An item goes on; another kind, or another call, ends the one before."""
         key = (kind, call.call if call is not None else 0)
         events = "" if key == self._open else self._close("completed") + self._begin(kind, call)
         self._open = key
-        if not text:
+        if not (text or logprobs):
             return events
         self._pieces.append(text)
-        before, behind = self._around
-        return f"{events}{before}{quote(text)}{behind}{self._number()}}}\n\n"
+        told = ""
+        if kind is MESSAGE:
+            self._logprobs += (entries := token_logprobs(logprobs))
+            told = f',"logprobs":{compact(entries) if entries else "[]"}'
+        return f'{events}{self._before}{quote(text)}{told},"sequence_number":{self._number()}}}\n\n'
 
     def _begin(self, kind: Kind, call: CallPiece | None) -> str:
         index = len(self._output)
@@ -152,14 +165,13 @@ class ResponsesFormat(Format):
         else:
             item |= {"summary": [], "content": [], "encrypted_content": None}
         self._output.append(item)
-        self._pieces = []
+        self._pieces, self._logprobs = [], []
         self._place = {"item_id": item["id"], "output_index": index} | ({"content_index": 0} if kind.part else {})
         head = compact({"type": f"{kind.events}.delta"} | self._place).removesuffix("}")
-        logprobs = ',"logprobs":[]' if kind is MESSAGE else ""
-        self._around = (f'event: {kind.events}.delta\ndata: {head},"delta":', f'{logprobs},"sequence_number":')
+        self._before = f'event: {kind.events}.delta\ndata: {head},"delta":'
         events = self._event("response.output_item.added", output_index=index, item=item)
         if kind.part:
-            events += self._event("response.content_part.added", **self._place, part=part(kind, ""))
+            events += self._event("response.content_part.added", **self._place, part=part(kind, "", []))
         return events
 
     def _close(self, status: str) -> str:
@@ -174,8 +186,8 @@ class ResponsesFormat(Format):
             item["arguments"] = text
             events = self._event(done, **self._place, name=item["name"], arguments=text)
         else:
-            item["content"] = [part(kind, text)]
-            logprobs: dict[str, Any] = {"logprobs": []} if kind is MESSAGE else {}
+            item["content"] = [part(kind, text, self._logprobs)]
+            logprobs: dict[str, Any] = {"logprobs": self._logprobs} if kind is MESSAGE else {}
             events = self._event(done, **self._place, text=text, **logprobs)
             events += self._event("response.content_part.done", **self._place, part=item["content"][0])
         return events + self._event("response.output_item.done", output_index=self._place["output_index"], item=item)
@@ -188,6 +200,6 @@ class ResponsesFormat(Format):
         return self._events - 1
 
 
-def part(kind: Kind, text: str) -> dict[str, Any]:
-    """The one part of a message or of reasoning."""
-    return {"type": kind.part, "text": text} | ({"annotations": [], "logprobs": []} if kind is MESSAGE else {})
+def part(kind: Kind, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The one part of a message (with its tokens' logprobs) or of reasoning."""
+    return {"type": kind.part, "text": text} | ({"annotations": [], "logprobs": logprobs} if kind is MESSAGE else {})

@@ -20,14 +20,17 @@ from gateway.schemas import (
     Sampling,
     Tool,
     ToolCall,
+    Top,
 )
 
-# Of what `include` may ask for: all that speaks of things that are never here.
+LOGPROBS = "message.output_text.logprobs"
+# What `include` may ask for. All others speak of things that are never here.
 Includable = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
     "message.input_image.image_url",
+    "message.output_text.logprobs",
     "reasoning.encrypted_content",
     "web_search_call.action.sources",
     "web_search_call.results",
@@ -177,7 +180,6 @@ class ResponsesRequest(Sampling):
         "response_format": (None,),
         "service_tier": (None, "auto", "default"),
         "store": (None, False),
-        "top_logprobs": (None, 0),
         "truncation": (None, "disabled"),
     }
 
@@ -200,7 +202,13 @@ class ResponsesRequest(Sampling):
     text: TextConfig | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    top_logprobs: Top | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether those of the text are told. As OpenAI has it, `top_logprobs` alone does not ask for them."""
+        return LOGPROBS in (self.include or ())
 
     @property
     def asked_format(self) -> list[Given]:

@@ -36,7 +36,7 @@ from gateway.schemas import (
     parse,
     parse_tokenize,
 )
-from gateway.sse import ChatFormat, CompletionFormat, Echo, Ending, Format, Head, Said
+from gateway.sse import ChatFormat, CompletionFormat, Echo, Ending, Format, Head, Said, SaidPiece
 from gateway.transport import EventStream, Write, read_json, unless_gone
 
 VERSION = version("fulcrum-llm")
@@ -186,7 +186,8 @@ class Routes:
                     for choice in choices[piece.index : piece.index + answer.n]:
                         choice.prompt += piece.prompt
                 else:
-                    choices[piece.index].add(piece.text, piece.reasoning, piece.calls, piece.logprobs)
+                    said = SaidPiece(piece.text, piece.reasoning, piece.calls, piece.logprobs)
+                    choices[piece.index].pieces.append(said)
         finally:
             self._done(request, answer)
         in_order = [endings[index] for index in range(answer.choices)]

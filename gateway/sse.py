@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fulcrum.v1 import inference_pb2 as pb
 from gateway.errors import ApiError
-from gateway.logprobs import Logprobs, TextLogprobs, chat_logprobs, prompt_logprobs
+from gateway.logprobs import Logprobs, TextLogprobs, prompt_logprobs, token_logprobs
 
 DONE = b"data: [DONE]\n\n"
 # Blank lines, no comment: the client of `vllm bench serve` 0.26 loses all that follows a comment in a chunk of its own.
@@ -110,48 +110,45 @@ class Echo(NamedTuple):
     first: bytes
 
 
+class SaidPiece(NamedTuple):
+    """A choice goes on by this."""
+
+    text: str
+    reasoning: str
+    calls: tuple[CallPiece, ...]
+    logprobs: Logprobs
+
+
 class Said:
-    """What a choice has said; `logprobs` are of its tokens, `prompt` of its prompt's."""
+    """What a choice has said, in `pieces`; `prompt`: the logprobs of its prompt's tokens."""
 
     def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: dict[int, list[CallPiece]] = {}
-        self.logprobs: list[pb.TokenLogprob] = []
+        self.pieces: list[SaidPiece] = []
         self.prompt: list[pb.TokenLogprob] = []
-
-    def add(self, text: str, reasoning: str, calls: Iterable[CallPiece], logprobs: Logprobs) -> None:
-        """It goes on."""
-        self.logprobs += logprobs
-        self._texts.append(text)
-        self._reasoning.append(reasoning)
-        for piece in calls:
-            self._calls.setdefault(piece.call, []).append(piece)
 
     @property
     def text(self) -> str:
         """Its content."""
-        return "".join(self._texts)
+        return "".join(piece.text for piece in self.pieces)
 
     @property
-    def reasoning(self) -> str:
-        """What it thought before."""
-        return "".join(self._reasoning)
-
-    @property
-    def calls(self) -> list[CallPiece]:
-        """Its tool calls, each as one piece."""
-        return [
-            pieces[0]._replace(arguments="".join(piece.arguments for piece in pieces))
-            for _, pieces in sorted(self._calls.items())
-        ]
+    def logprobs(self) -> list[pb.TokenLogprob]:
+        """Of its tokens."""
+        return [token for piece in self.pieces for token in piece.logprobs]
 
     def message(self) -> dict[str, Any]:
         """OpenAI's message."""
-        text = self.text
-        message = {"role": "assistant", "content": None if self._calls and not text else text, "refusal": None}
-        calls = [call.whole() for call in self.calls]
-        return message | reasoned(self.reasoning) | ({"tool_calls": calls} if calls else {})
+        pieces: dict[int, list[CallPiece]] = {}
+        for call in (call for piece in self.pieces for call in piece.calls):
+            pieces.setdefault(call.call, []).append(call)
+        calls = [
+            parts[0]._replace(arguments="".join(part.arguments for part in parts)).whole()
+            for _, parts in sorted(pieces.items())
+        ]
+        content = None if calls and not self.text else self.text
+        message = {"role": "assistant", "content": content, "refusal": None}
+        reasoning = "".join(piece.reasoning for piece in self.pieces)
+        return message | reasoned(reasoning) | ({"tool_calls": calls} if calls else {})
 
 
 def reasoned(text: str) -> dict[str, str]:
@@ -279,7 +276,7 @@ class ChatFormat(ChoicesFormat):
         delta: dict[str, Any] = reasoned(reasoning) | ({"content": text} if text else {})
         if tool_calls := [piece.delta() for piece in calls]:
             delta["tool_calls"] = tool_calls
-        told = {"logprobs": chat_logprobs(logprobs)} if logprobs else {}
+        told = {"logprobs": {"content": token_logprobs(logprobs), "refusal": None}} if logprobs else {}
         return self._chunk([{"index": index, "delta": delta} | OPEN | told])
 
     def whole(self, choices: list[Said], endings: list[Ending], counts: TokenCounts) -> dict[str, Any]:
@@ -290,7 +287,7 @@ class ChatFormat(ChoicesFormat):
         return answer
 
     def _whole_choice(self, index: int, said: Said) -> dict[str, Any]:
-        told = chat_logprobs(said.logprobs) if self._logprobs else None
+        told = {"content": token_logprobs(said.logprobs), "refusal": None} if self._logprobs else None
         return {"index": index, "message": said.message(), "logprobs": told}
 
 

@@ -1,6 +1,8 @@
 """The official Python client: what it returns and which of its errors it raises, against the default model."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -125,6 +127,31 @@ def test_logprobs_of_a_chat(sync: openai.OpenAI) -> None:
             getattr(one.top_logprobs[0], name) for name in ("token", "bytes", "logprob")
         )
         assert 0 >= one.logprob >= one.top_logprobs[1].logprob >= one.top_logprobs[2].logprob
+
+
+def test_logprobs_of_a_response(sync: openai.OpenAI, own_data: Path) -> None:
+    """Transformers' values (float32), whole and streamed; the others as a chat tells them."""
+    golden = json.loads((own_data / "smollm2_golden.json").read_text())["prompts"]
+    body: dict[str, Any] = {"model": "smollm2", "temperature": 0, "top_logprobs": 3}
+    for prompt in golden[:2]:
+        asked = body | {"input": prompt["messages"], "include": ["message.output_text.logprobs"]}
+        (part,) = sync.responses.create(**asked).output[0].content  # type: ignore[union-attr]
+        found: Any = part.logprobs  # type: ignore[union-attr]
+        count = prompt["completion_tokens_until_eos"]
+        assert [one.logprob for one in found] == pytest.approx(prompt["logprobs"][:count], abs=1e-3)
+        assert b"".join(bytes(one.bytes) for one in found[:-1]).decode() == part.text  # type: ignore[union-attr]
+        assert found[-1].token == "<|im_end|>"
+        chat = sync.chat.completions.create(messages=prompt["messages"], logprobs=True, **body).choices[0].logprobs
+        events: list[Any] = list(sync.responses.create(**asked, stream=True))
+        (done,) = (event for event in events if event.type == "response.output_text.done")
+        deltas = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+        for others in (chat.content, done.logprobs, deltas):  # type: ignore[union-attr]
+            assert [one.token for one in others] == [one.token for one in found]
+            for one, other in zip(found, others, strict=True):
+                assert [each.token for each in other.top_logprobs] == [each.token for each in one.top_logprobs]
+                values = [each.logprob for each in (one, *one.top_logprobs)]
+                assert [each.logprob for each in (other, *other.top_logprobs)] == pytest.approx(values, abs=1e-3)
+                assert len(values) == 4
 
 
 def test_stop(sync: openai.OpenAI) -> None:

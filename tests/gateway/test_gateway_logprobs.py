@@ -10,6 +10,8 @@ from gateway.logprobs import TextLogprobs
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
+RESPONSES = "/v1/responses"
+ASKED = {"model": "m", "input": "hi", "include": ["message.output_text.logprobs"]}
 MESSAGES = [{"role": "user", "content": "hi"}]
 SPLIT = "\u2192".encode()  # an arrow: three bytes
 
@@ -176,6 +178,99 @@ def test_prompt_logprobs_as_vllm_has_them(http, gateway, scripted):
     assert choice["logprobs"]["top_logprobs"][1] == {"e": -0.5, "\u00e9": -1.25}
 
 
+def test_response(client, scripted):
+    """The same as the chat's; in a stream with the text that they bring, also when it comes late."""
+    body = ASKED | {"top_logprobs": 2}
+    answer = client.responses.create(**body)
+    assert scripted.calls[0].request.output.top_logprobs == answer.top_logprobs == 2
+    (text,) = answer.output[0].content
+    assert text.text == " a\u2192!"
+    (choice,) = client.chat.completions.create(model="m", messages=MESSAGES, logprobs=True, top_logprobs=2).choices
+    told = [each.model_dump() for each in text.logprobs]
+    assert told == [each.model_dump() for each in choice.logprobs.content]
+    assert [each["logprob"] for each in told] == [-0.25, -2.0, -9999.0, -0.75, -0.0625]
+
+    events = [each.to_dict() for each in client.responses.create(**body, stream=True)]
+    assert [(each["delta"], each["logprobs"]) for each in events if each["type"] == "response.output_text.delta"] == [
+        (" a", told[:1]),
+        ("\u2192", told[1:3]),
+        ("!", told[3:4]),
+        ("", told[4:]),
+    ]
+    assert [each["logprobs"] for each in events if each["type"] == "response.output_text.done"] == [told]
+    assert [each["part"]["logprobs"] for each in events if each["type"] == "response.content_part.done"] == [told]
+    assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == told
+
+
+def test_response_without_others(client, scripted):
+    """`include` asks for the tokens' own; as with OpenAI, `top_logprobs` alone asks for nothing."""
+    (text,) = client.responses.create(**ASKED).output[0].content
+    assert scripted.calls[-1].request.output == pb.OutputOptions(top_logprobs=0)
+    assert [each.logprob for each in text.logprobs] == [-0.25, -2.0, -9999.0, -0.75, -0.0625]
+    answer = client.responses.create(model="m", input="hi", top_logprobs=3)
+    assert scripted.calls[-1].request.output == pb.OutputOptions()
+    assert (answer.top_logprobs, answer.output[0].content[0].logprobs) == (3, [])
+
+
+# Token by token: its bytes, and what its Delta brings (nothing where the parser holds it back, or it is a marker).
+MIXED = [
+    (b"<think>", {}),
+    (b"so", {"reasoning": "so"}),
+    (b" t", {"reasoning": " t"}),
+    (b"</think>", {}),
+    (b"\n\n", {}),
+    (b"t", {"text": "t"}),
+    (b"<", {}),
+    (b"<", {"text": "<"}),
+    (b"b \xe2", {"text": "<b "}),
+    (b"\x86\x92", {"text": "\u2192"}),
+    (b" <", {}),
+    (b"tool_call>{", {}),
+    (b'"name": "f", "arguments": {', {"calls": [("c1", "f", "{")]}),
+    (b"}}</tool", {"calls": [("", "", "}")]}),
+    (b"_call>t", {"text": "t"}),
+    (b"<|im_end|>", {}),
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 16])
+@pytest.mark.parametrize("stream", [False, True])
+def test_in_a_response_tokens_of_reasoning_calls_and_markers_have_no_place(client, engine, kit, size, stream):
+    """However many tokens one Delta brings; items are as the model wrote them, streamed or not."""
+
+    async def script(request, context):
+        yield kit.accepted()
+        yield kit.started()
+        for at in range(0, len(MIXED), size):
+            delta, place = pb.Delta(), 0
+            for raw, _ in MIXED[at : at + size]:
+                delta.logprobs.append(token(raw, hidden=raw == b"<|im_end|>"))
+            for said in (said for _, said in MIXED[at : at + size] if said):
+                now = ["reasoning", "text", "calls"].index(*said)
+                if now < place:  # the order within one Delta
+                    yield pb.GenerateResponse(delta=delta)
+                    delta = pb.Delta()
+                place = now
+                delta.reasoning += said.get("reasoning", "")
+                delta.text += said.get("text", "")
+                for id, name, arguments in said.get("calls", ()):
+                    delta.tool_calls.add(id=id, name=name, arguments=arguments)
+            yield pb.GenerateResponse(delta=delta)
+        yield kit.finished(reason=pb.FINISH_REASON_TOOL_CALLS)
+        yield kit.usage()
+
+    engine.script = script
+    answer = client.responses.create(**ASKED, stream=stream)
+    output = list(answer)[-1].response.output if stream else answer.output
+    assert [item.type for item in output] == ["reasoning", "message", "function_call", "message"]
+    said = [(item.content[0].text, [bytes(one.bytes) for one in item.content[0].logprobs]) for item in output[1::2]]
+    assert said == [
+        ("t<<b \u2192", [b"t", b"<", b"<", b"b \xe2", b"\x86\x92"]),
+        ("t", [b"_call>t", b"<|im_end|>"]),
+    ]
+    assert (output[0].content[0].text, output[2].arguments) == ("so t", "{}")
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
@@ -196,10 +291,16 @@ def test_prompt_logprobs_as_vllm_has_them(http, gateway, scripted):
         (TEXT, {"prompt_logprobs": -1}, "prompt_logprobs"),
         (TEXT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         (TEXT, {"logprobs": 1, "max_tokens": 0}, "max_tokens"),
+        (RESPONSES, {"top_logprobs": 21}, "top_logprobs"),
+        (RESPONSES, {"top_logprobs": -1}, "top_logprobs"),
+        (RESPONSES, {"top_logprobs": "2"}, "top_logprobs"),
+        (RESPONSES, {"include": ["message.output_text.logprob"]}, "include[0]"),
+        (RESPONSES, {"include": "message.output_text.logprobs"}, "include"),
+        (RESPONSES, {"logprobs": True}, "logprobs"),
     ],
 )
 def test_bad_fields_are_named(http, gateway, engine, path, fields, param):
-    body = {"messages": MESSAGES} if path == CHAT else {"prompt": "p"}
+    body = {CHAT: {"messages": MESSAGES}, TEXT: {"prompt": "p"}, RESPONSES: {"input": "hi"}}[path]
     answer = http.post(f"{gateway}{path}", json=body | fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert param in answer.json()["error"]["message"]

@@ -490,7 +490,7 @@ def test_harmless_fields(http, gateway, engine, fields):
             "invalid_value",
         ),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "invalid_value"),
-        ({"include": ["message.output_text.logprobs"]}, "include[0]", "invalid_value"),
+        ({"include": ["message.output_text.logits"]}, "include[0]", "invalid_value"),
         ({"metadata": {"a": 1}}, "metadata.a", "invalid_value"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "invalid_value"),
         ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
