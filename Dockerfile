@@ -30,7 +30,7 @@ RUN pip install -c constraints.txt '.[engine,gateway,otel]'
 RUN useradd --create-home --uid 10001 fulcrum && install -d -o fulcrum -g fulcrum /models /cache
 USER 10001
 WORKDIR /home/fulcrum
-ENV FULCRUM_CACHE=/cache HF_HOME=/cache/huggingface FULCRUM_HOST=0.0.0.0
+ENV FULCRUM_CACHE=/cache HF_HOME=/cache/huggingface FULCRUM_HOST=0.0.0.0 FULCRUM_METRICS_HOST=0.0.0.0
 VOLUME ["/cache"]
 EXPOSE 8000 50051
 

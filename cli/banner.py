@@ -57,7 +57,9 @@ def _head(report: EngineReport, params: Params, name: str, *addresses: str) -> l
     settings = ", ".join(f"{key.replace('_', '-')} {_text(value)}" for key, value in shown.items())
     lines = [f"Fulcrum serves {name}", *addresses, f"  gRPC        {report.address}"]
     lines += [f"  admin       {report.admin_address}"] if report.admin_address else []
-    lines += [f"  metrics     http://{reachable(report.metrics_address)}/metrics"] if report.metrics_address else []
+    if report.metrics_address:
+        scheme = "https" if params["tls_cert"] else "http"
+        lines.append(f"  metrics     {scheme}://{reachable(report.metrics_address)}/metrics")
     return [
         *lines,
         f"  model       {report.architecture}, {report.dtype} on {report.device}",

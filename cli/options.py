@@ -243,6 +243,7 @@ service_settings = together(
         help="HOST:PORT (needs a key with admin) or unix:/PATH.",
     ),
     option("--metrics-port", type=port, show_default="not served", help="Serves the engine's Prometheus metrics here."),
+    option("--metrics-host", default="127.0.0.1", help="Address of --metrics-port, where nobody is asked for a key."),
     option(
         "--grammar-timeout",
         default=10.0,

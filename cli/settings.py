@@ -93,6 +93,7 @@ def service_config(params: Params, model: Path, *, grpc_port: int, admin: bool =
             tokenizer=params["tokenizer"],
             request_timeout=params["request_timeout"],
             grammar_timeout=params["grammar_timeout"],
+            metrics_host=params["metrics_host"],
             metrics_port=params["metrics_port"],
             otlp_endpoint=params["otlp_endpoint"],
             grace_seconds=params["grace"],

@@ -42,7 +42,8 @@ class ServiceConfig:
         tokenizer: a folder or file instead of the model's own tokenizer.
         request_timeout: seconds after which a Generate ends DEADLINE_EXCEEDED, whatever deadline its caller set.
         max_message_bytes: the one limit on a message, both ways.
-        metrics_port: serves Prometheus metrics (HTTP) on this port of `address`'s host (0: any free one; None: none).
+        metrics_host, metrics_port: where Prometheus metrics are served over HTTP, or HTTPS with `tls_cert`, to whoever
+            asks (port 0: any free one; None: nowhere).
         otlp_endpoint: where traces are sent (telemetry.tracing; None: nowhere).
         grace_seconds: how long running requests may go on when the server drains.
         min_ping_seconds: keepalive pings of clients are tolerated down to this interval, also without calls.
@@ -71,6 +72,7 @@ class ServiceConfig:
     tokenizer: Path | None = None
     request_timeout: float | None = None
     max_message_bytes: int = MAX_MESSAGE_BYTES
+    metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     otlp_endpoint: str | None = None
     grace_seconds: float = 30.0

@@ -3,12 +3,15 @@
 import asyncio
 import concurrent.futures
 import logging
+import socket
+import ssl
 from collections import defaultdict
 from collections.abc import Iterator
+from socketserver import ThreadingMixIn
 from threading import Thread
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -139,22 +142,45 @@ class MetricsServer:
     Args:
         host: where it listens.
         port: 0 for any free one.
+        tls: for HTTPS (None: plain HTTP).
 
     Attributes:
         address: HOST:PORT.
     """
 
-    def __init__(self, host: str, port: int, collector: EngineCollector) -> None:
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, collector: EngineCollector) -> None:
         registry = CollectorRegistry()
         registry.register(collector)
-        server: WSGIServer
-        thread: Thread
-        server, thread = start_http_server(port, host, registry)
-        self._server, self._thread = server, thread
-        self.address = f"{f'[{host}]' if ':' in host else host}:{server.server_port}"
+        server = _Server if ":" not in host else _ServerIPv6
+        self._server = make_server(host, port, make_wsgi_app(registry), server, _Handler)
+        if tls is not None:  # each connection's own thread shakes hands, lest a silent one holds up the others
+            plain = self._server.socket
+            self._server.socket = tls.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+        self._thread = Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        self.address = f"{f'[{host}]' if ':' in host else host}:{self._server.server_port}"
 
     async def close(self) -> None:
         """Stops listening and waits for the thread; the loop stays free to answer a last scrape."""
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
         await asyncio.to_thread(self._thread.join)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _SCRAPE_SECONDS  # of a read or a write
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: scrapes are many."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A scraper that leaves, or does not shake hands."""
+        logger.debug("a scrape of %s failed", client_address, exc_info=True)
+
+
+class _ServerIPv6(_Server):
+    address_family = socket.AF_INET6

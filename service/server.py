@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from engine.client import CoreClient, CoreDied
-from fulcrum.tls import Identity, server_credentials
+from fulcrum.tls import Identity, server_context, server_credentials
 from fulcrum.v1 import inference_pb2, inference_pb2_grpc
 from service.admin import AdminServicer
 from service.auth import Authenticator
@@ -135,11 +135,9 @@ async def serve(
 
         metrics_address = None
         if config.metrics_port is not None:
-            metrics = MetricsServer(
-                "127.0.0.1" if is_unix(config.address) else split_address(config.address)[0],
-                config.metrics_port,
-                EngineCollector(core, figures, model.names[0], loop),
-            )
+            tls = None if identity is None else server_context(identity)
+            collector = EngineCollector(core, figures, model.names[0], loop)
+            metrics = MetricsServer(config.metrics_host, config.metrics_port, tls, collector)
             cleanup.push_async_callback(metrics.close)
             metrics_address = metrics.address
 

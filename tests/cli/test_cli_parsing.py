@@ -199,6 +199,7 @@ def test_service_options_reach_the_service(tmp_path: Path) -> None:
         "--request-timeout=9.5",
         "--grace=3",
         "--metrics-port=0",
+        "--metrics-host=::",
         "--max-priority=5",
         "--service-workers=2",
         "--tool-parser=mistral",
@@ -209,7 +210,8 @@ def test_service_options_reach_the_service(tmp_path: Path) -> None:
     assert config.served_model_names == ("x",)
     assert (config.api_keys, config.api_key_file, config.gateway_keys) == (("sk-1",), keys, ("sk-2",))
     assert config.share_prefixes
-    assert (config.request_timeout, config.grace_seconds, config.metrics_port) == (9.5, 3.0, 0)
+    assert (config.request_timeout, config.grace_seconds) == (9.5, 3.0)
+    assert (config.metrics_host, config.metrics_port) == ("::", 0)
     assert (config.max_priority, config.reuse_port, config.admin_address) == (5, True, AUTO)
     assert (config.tool_parser, config.reasoning_parser) == ("mistral", "none")
     assert settings.service_config(params, Path("m"), grpc_port=7, admin=False).admin_address is None

@@ -2,9 +2,11 @@
 
 import asyncio
 import shutil
+import socket
 import ssl
 import subprocess
 import sys
+import urllib.request
 from asyncio.subprocess import PIPE
 from pathlib import Path
 
@@ -100,6 +102,42 @@ async def test_administration_over_tcp_speaks_tls(core, serving, certificates, t
         async with grpc.aio.secure_channel(server.addresses.admin_address, trust) as channel:
             get = channel.unary_unary("/fulcrum.v1.AdminService/GetStats", None, pb.GetStatsResponse.FromString)
             assert (await get(b"", metadata=(("authorization", "Bearer sk-1"),))).stats.steps == 41
+
+
+async def test_metrics_speak_tls(core, serving, certificates):
+    ca = certificates / "ca.pem"
+    settings = {"tls_client_ca": ca, "metrics_port": 0, "address": "0.0.0.0:0", "api_keys": ("k",)}
+    async with serving(core, **pair(certificates), **settings) as server:
+        where = server.addresses.metrics_address
+        assert where.startswith("127.0.0.1:")  # not where the RPCs are served
+
+        def scraped(scheme, name=None):
+            context = ssl.create_default_context(cafile=ca)
+            if name:
+                context.load_cert_chain(certificates / f"{name}.pem", certificates / f"{name}.key")
+            try:
+                with urllib.request.urlopen(f"{scheme}://{where}/metrics", context=context, timeout=20) as reply:
+                    return "fulcrum_engine_up 1.0" in reply.read().decode()
+            except OSError:
+                return False
+
+        host, port = where.split(":")
+        with socket.create_connection((host, int(port))):  # it says nothing, and nobody waits for it
+            for shown in (("https", "client"), ("https", "stranger"), ("https",), ("http", "client")):
+                assert await asyncio.to_thread(scraped, *shown) is (shown == ("https", "client"))
+
+
+async def test_metrics_where_they_are_asked_for(core, serving):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("there is no IPv6 here")
+    async with serving(core, metrics_port=0, metrics_host="::1") as server:
+        url = f"http://{server.addresses.metrics_address}/metrics"
+        assert url.startswith("http://[::1]:")
+        reply = await asyncio.to_thread(urllib.request.urlopen, url, timeout=20)
+        with reply:
+            assert reply.status == 200
 
 
 async def test_a_new_certificate_is_shown_without_a_restart(core, serving, certificates, tmp_path, caplog):
