@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from cli.options import together
+from cli.options import engine_tls, together
 
 if TYPE_CHECKING:
     from loadtest.datasets import Sampling
@@ -133,10 +133,13 @@ dataset = together(
     click.option("--prefix-repetition-num-prefixes", type=length, default=64),
     click.option("--prefix-repetition-output-len", type=length, default=256),
 )
-flush = click.option(
-    "--flush-cache",
-    metavar="ADDRESS",
-    help="Empty the prefix cache first, at Fulcrum's HOST:PORT or unix:/PATH of admin.",
+flush = together(
+    click.option(
+        "--flush-cache",
+        metavar="ADDRESS",
+        help="Empty the prefix cache first, at Fulcrum's HOST:PORT or unix:/PATH of admin.",
+    ),
+    engine_tls,
 )
 output_json = click.option(
     "--output-json",
@@ -186,9 +189,11 @@ def write_json(path: Path | None, fields: dict[str, Any]) -> None:
 def flush_cache(params: dict[str, Any], server: "Target") -> None:
     """Empties the server's prefix cache, if --flush-cache was given. Raises: LoadTestError."""
     if params["flush_cache"] is not None:
+        from cli.settings import engine_credentials
         from loadtest.admin import flush_cache
 
-        click.echo(f"Flushed {flush_cache(params['flush_cache'], server)} pages", err=True)
+        pages = flush_cache(params["flush_cache"], server, engine_credentials(params), params["engine_tls_name"])
+        click.echo(f"Flushed {pages} pages", err=True)
 
 
 def load_test(params: dict[str, Any], rate: float, goodput: Sequence[str]) -> "LoadTest":

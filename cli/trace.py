@@ -1,37 +1,15 @@
 """`fulcrum trace`: a request's timeline as a table, and the engine's latest steps as a Chrome trace file."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
-import grpc
 
 from cli.settings import Params, engine_credentials
-from fulcrum.client import tls_options
+from fulcrum.client import FulcrumError
+from fulcrum.sync_client import admin_service
 from fulcrum.v1 import inference_pb2 as pb
-from fulcrum.v1.inference_pb2_grpc import AdminServiceStub
-
-_SECONDS = 30.0
-
-
-@contextmanager
-def admin(params: Params) -> Iterator[tuple[AdminServiceStub, dict[str, Any]]]:
-    """AdminService at HOST:PORT or unix:/PATH, and what each call takes. Raises click.ClickException."""
-    address, api_key, credentials = params["admin_address"], params["api_key"], engine_credentials(params)
-    metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
-    options = [("grpc.max_receive_message_length", -1), *tls_options(params["engine_tls_name"])]
-    try:
-        with (
-            grpc.insecure_channel(address, options)
-            if credentials is None
-            else grpc.secure_channel(address, credentials, options)
-        ) as channel:
-            yield AdminServiceStub(channel), {"metadata": metadata, "timeout": _SECONDS}
-    except grpc.RpcError as error:
-        raise click.ClickException(f"{address}: {error.code().name}: {error.details()}") from error
 
 
 def timeline(trace: pb.GetTraceResponse) -> str:
@@ -73,12 +51,17 @@ def chrome_trace(steps: list[pb.StepTrace]) -> dict[str, Any]:
 
 def run_trace(request_id: str | None, steps: Path | None, last: int | None, connection: Params) -> None:
     """Prints the request's timeline, writes the steps' file, or both. Raises click.ClickException."""
-    with admin(connection) as (stub, given):
-        if request_id is not None:
-            click.echo(timeline(stub.GetTrace(pb.GetTraceRequest(request_id=request_id), **given)))
-        if steps is not None:
-            answer = stub.GetSteps(pb.GetStepsRequest(last=last), **given)
-            steps.write_text(json.dumps(chrome_trace(list(answer.steps))), encoding="utf-8")
-            click.echo(
-                f"{len(answer.steps)} steps are in {steps}: open it in ui.perfetto.dev or chrome://tracing", err=True
-            )
+    address, tls = connection["admin_address"], engine_credentials(connection)
+    tls_name = connection["engine_tls_name"]
+    try:
+        with admin_service(address, api_key=connection["api_key"], credentials=tls, tls_name=tls_name) as (stub, given):
+            if request_id is not None:
+                click.echo(timeline(stub.GetTrace(pb.GetTraceRequest(request_id=request_id), **given)))
+            if steps is not None:
+                kept = list(stub.GetSteps(pb.GetStepsRequest(last=last), **given).steps)
+                steps.write_text(json.dumps(chrome_trace(kept)), encoding="utf-8")
+                click.echo(
+                    f"{len(kept)} steps are in {steps}: open it in ui.perfetto.dev or chrome://tracing", err=True
+                )
+    except FulcrumError as error:
+        raise click.ClickException(f"{address}: {error}") from error

@@ -11,6 +11,7 @@ with SyncFulcrumClient("127.0.0.1:50051") as client:
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -37,7 +38,35 @@ from fulcrum.v1.inference_pb2 import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from fulcrum.v1.inference_pb2_grpc import InferenceServiceStub
+from fulcrum.v1.inference_pb2_grpc import AdminServiceStub, InferenceServiceStub
+
+_ADMIN_SECONDS = 30.0
+
+
+def _channel(address: str, credentials: grpc.ChannelCredentials | None, tls_name: str | None) -> grpc.Channel:
+    """With TLS where there are credentials, but on Unix sockets."""
+    options = (*CHANNEL_OPTIONS, *tls_options(tls_name))
+    if credentials is None or address.startswith("unix:"):
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, credentials, options=options)
+
+
+@contextmanager
+def admin_service(
+    address: str,
+    *,
+    api_key: str | None = None,
+    credentials: grpc.ChannelCredentials | None = None,
+    tls_name: str | None = None,
+    metadata: Metadata = (),
+) -> Iterator[tuple[AdminServiceStub, dict[str, Any]]]:
+    """AdminService at HOST:PORT or unix:/PATH, and what each call is given. Raises: FulcrumError."""
+    given = {"metadata": metadata_of(api_key, metadata), "timeout": _ADMIN_SECONDS}
+    try:
+        with _channel(address, credentials, tls_name) as channel:
+            yield AdminServiceStub(channel), given
+    except grpc.RpcError as error:
+        raise FulcrumError.from_rpc(error) from error
 
 
 class EventStream(Iterator[Event]):
@@ -112,12 +141,7 @@ class SyncFulcrumClient:
         metadata: Metadata = (),
         retries: int = RETRIES,
     ) -> None:
-        options = (*CHANNEL_OPTIONS, *tls_options(tls_name))
-        self._channel = (
-            grpc.secure_channel(address, credentials, options=options)
-            if credentials is not None
-            else grpc.insecure_channel(address, options=options)
-        )
+        self._channel = _channel(address, credentials, tls_name)
         self._stub = InferenceServiceStub(self._channel)
         self._metadata = metadata_of(api_key, metadata)
         self._retries = retries

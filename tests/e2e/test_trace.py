@@ -73,6 +73,11 @@ def test_what_cannot_be_told(served):
     assert nothing.returncode == 2
 
 
+def test_a_unix_socket_speaks_no_tls(served, certificates):
+    done = fulcrum("nobody", "--admin-address", served.admin, "--engine-ca", str(certificates / "ca.pem"))
+    assert "NOT_FOUND: nothing is kept" in done.stderr
+
+
 class Many(rpc.AdminServiceServicer):
     def GetSteps(self, request, context):
         return pb.GetStepsResponse(steps=[pb.StepTrace(step_id=at, error="x" * 1_000_000) for at in range(6)])

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from concurrent import futures
+from contextlib import contextmanager
 
 import grpc
 import pytest
@@ -169,15 +170,35 @@ class Admin(AdminServiceServicer):
         return pb.FlushCacheResponse(pages_freed=7)
 
 
-@pytest.fixture
-def admin():
+@contextmanager
+def administered(tls=None):
     """An operator's address, and what came there."""
-    servicer, server = Admin(), grpc.server(futures.ThreadPoolExecutor(1))
+    servicer, server, free = Admin(), grpc.server(futures.ThreadPoolExecutor(1)), "127.0.0.1:0"
     add_AdminServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_secure_port(free, tls) if tls else server.add_insecure_port(free)
     server.start()
     yield servicer, f"127.0.0.1:{port}"
     server.stop(None).wait()
+
+
+@pytest.fixture
+def admin():
+    with administered() as both:
+        yield both
+
+
+def test_a_cache_is_flushed_over_tls(mock_server, stream, certificates, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "a"}))
+    pair = [(certificates / f"other.{kind}").read_bytes() for kind in ("key", "pem")]
+    with mock_server(stream) as server, administered(grpc.ssl_server_credentials([tuple(pair)])) as (servicer, address):
+        arguments = ["sweep", "--base-url", server.url, "--model", "m", "--num-prompts", 1, "--request-rates", "inf"]
+        arguments += ["--dataset-name", "custom", "--dataset-path", path, "--result-dir", tmp_path, "--disable-tqdm"]
+        arguments += ["--flush-cache", address, "--header", "authorization=Bearer k"]
+        assert "cannot be flushed: UNAVAILABLE" in bench(*arguments, status=1).stderr
+        arguments += ["--engine-ca", certificates / "ca.pem", "--engine-tls-name", "server.example"]
+        assert "Flushed 7 pages" in bench(*arguments).stderr
+        assert servicer.keys == ["Bearer k"]
 
 
 def test_rows_of_a_sweep_are_comparable(mock_server, stream, admin, tmp_path, unused_port):
