@@ -74,16 +74,19 @@ def started(prompt=5, cached=2):
     return pb.GenerateResponse(started=pb.Started(prompt_tokens=prompt, cached_tokens=cached))
 
 
-def delta(text, index=0):
-    return pb.GenerateResponse(delta=pb.Delta(index=index, text=text))
+def delta(text="", index=0, reasoning="", calls=()):
+    """`calls`: pieces of tool calls, as (number, id, name, arguments)."""
+    pieces = [pb.ToolCallDelta(index=call, id=id, name=name, arguments=more) for call, id, name, more in calls]
+    return pb.GenerateResponse(delta=pb.Delta(index=index, text=text, reasoning=reasoning, tool_calls=pieces))
 
 
 def finished(index=0, reason=pb.FINISH_REASON_STOP, tokens=3, **matched):
     return pb.GenerateResponse(finished=pb.Finished(index=index, reason=reason, completion_tokens=tokens, **matched))
 
 
-def usage(prompt=5, completion=3, cached=2):
-    return pb.GenerateResponse(usage=pb.Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached))
+def usage(prompt=5, completion=3, cached=2, reasoning=0):
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "cached_tokens": cached}
+    return pb.GenerateResponse(usage=pb.Usage(**counts, reasoning_tokens=reasoning))
 
 
 def says(*texts, **end) -> Script:
@@ -101,6 +104,32 @@ def says(*texts, **end) -> Script:
         yield usage(completion=3 * n)
 
     return script
+
+
+def plays(*deltas, reasons=(pb.FINISH_REASON_TOOL_CALLS,), reasoning=0) -> Script:
+    """A script: these Deltas, then the end of each choice."""
+
+    async def script(request, context):
+        yield accepted()
+        yield started()
+        for each in deltas:
+            yield each
+        for index, reason in enumerate(reasons):
+            yield finished(index, reason)
+        yield usage(reasoning=reasoning)
+
+    return script
+
+
+def two_calls() -> Script:
+    """A script: reasoning, content and two calls in pieces; a piece of everything in one Delta."""
+    return plays(
+        delta(reasoning="Hm"),
+        delta(reasoning=", é", text="I ", calls=[(0, "call_1", "weather", '{"z"')]),
+        delta(calls=[(0, "", "", ": 1}"), (1, "call_2", "now", "")]),
+        delta(calls=[(1, "", "", "{}")]),
+        reasoning=1,
+    )
 
 
 def status(code, message, *details) -> grpc.Status:
@@ -381,6 +410,8 @@ class Kit:
     finished = staticmethod(finished)
     usage = staticmethod(usage)
     says = staticmethod(says)
+    plays = staticmethod(plays)
+    two_calls = staticmethod(two_calls)
     hangs = staticmethod(hangs)
     refuses = staticmethod(refuses)
     status = staticmethod(status)

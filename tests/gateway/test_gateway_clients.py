@@ -16,7 +16,6 @@ import pytest
 from grpc_status import rpc_status
 from pydantic import BaseModel
 
-from fulcrum.v1 import inference_pb2 as pb
 from service.validate import window_exceeded
 
 QUESTION = "Where is it warm?"
@@ -95,19 +94,8 @@ def calls(kit, tool):
     """A script: a call of the tool, in pieces, after reasoning."""
     fields = json.loads(tool.parameters_json)["properties"].keys()
     arguments = {frozenset({"city"}): CITY, frozenset({"name", "age"}): PERSON}[frozenset(fields)]
-    pieces = [("call_1", tool.name, ""), ("", "", arguments[:5]), ("", "", arguments[5:])]
-
-    async def script(request, context):
-        yield kit.accepted()
-        yield kit.started()
-        yield pb.GenerateResponse(delta=pb.Delta(reasoning="Hm"))
-        for id, name, text in pieces:
-            call = pb.ToolCallDelta(index=0, id=id, name=name, arguments=text)
-            yield pb.GenerateResponse(delta=pb.Delta(tool_calls=[call]))
-        yield kit.finished(reason=pb.FINISH_REASON_TOOL_CALLS)
-        yield kit.usage()
-
-    return script
+    pieces = [(0, "call_1", tool.name, ""), (0, "", "", arguments[:5]), (0, "", "", arguments[5:])]
+    return kit.plays(kit.delta(reasoning="Hm"), *(kit.delta(calls=[piece]) for piece in pieces))
 
 
 def refusals(place: Place, ask: Callable[..., Any], kind: type[Any] = openai.APIStatusError, **wrong: Any) -> list[Any]:

@@ -31,37 +31,6 @@ def client(gateway):
         yield client
 
 
-def delta(text="", reasoning="", calls=()):
-    pieces = [pb.ToolCallDelta(index=call, id=id, name=name, arguments=text) for call, id, name, text in calls]
-    return pb.GenerateResponse(delta=pb.Delta(text=text, reasoning=reasoning, tool_calls=pieces))
-
-
-def plays(kit, *deltas, reason=pb.FINISH_REASON_STOP):
-    async def script(request, context):
-        yield kit.accepted()
-        yield kit.started()
-        for each in deltas:
-            yield each
-        yield kit.finished(reason=reason)
-        yield pb.GenerateResponse(
-            usage=pb.Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=2, reasoning_tokens=1)
-        )
-
-    return script
-
-
-def everything(kit, reason=pb.FINISH_REASON_TOOL_CALLS):
-    """Reasoning, content and two calls in pieces; a piece of everything in one Delta."""
-    return plays(
-        kit,
-        delta(reasoning="Hm"),
-        delta(reasoning=", é", text="I ", calls=[(0, "call_1", "weather", '{"z"')]),
-        delta(calls=[(0, "", "", ": 1}"), (1, "call_2", "now", "")]),
-        delta(calls=[(1, "", "", "{}")]),
-        reason=reason,
-    )
-
-
 def events(answer):
     """The events of a stream, each valid by the client's models and named as its data says, numbered from 0 on."""
     found = []
@@ -231,7 +200,7 @@ def test_what_the_engine_refuses_is_named_as_in_http(client, engine, kit, field,
 
 
 def test_whole_answer(http, gateway, engine, kit):
-    engine.script = everything(kit)
+    engine.script = kit.two_calls()
     asked = {
         "instructions": "i",
         "max_output_tokens": 50,
@@ -293,7 +262,7 @@ def test_whole_answer(http, gateway, engine, kit):
 
 
 def test_order_of_a_stream(http, gateway, engine, kit):
-    engine.script = everything(kit)
+    engine.script = kit.two_calls()
     stream = events(http.post(f"{gateway}{URL}", json={"input": "hi", "stream": True}))
     reasoning, text, call = "reasoning_text", "output_text", "function_call_arguments"
     assert [each["type"].removeprefix("response.") for each in stream] == [
@@ -334,7 +303,7 @@ def test_texts_pass_unchanged(client, engine, kit):
 
 
 def test_the_stream_helper_gathers_the_answer(client, engine, kit):
-    engine.script = everything(kit)
+    engine.script = kit.two_calls()
     with client.responses.stream(model=kit.MODEL, input="hi", tools=[FUNCTION]) as stream:
         snapshots = [each.snapshot for each in stream if each.type == "response.function_call_arguments.delta"]
         final = stream.get_final_response()
@@ -362,10 +331,8 @@ def test_parsed_into_a_model(client, engine, kit, stream):
 
 
 def test_a_tools_model_and_its_result(client, engine, kit):
-    engine.script = plays(
-        kit,
-        delta(reasoning="Hm", calls=[(0, "call_1", "Weather", '{"city": "Ulm", "degrees": 7}')]),
-        reason=pb.FINISH_REASON_TOOL_CALLS,
+    engine.script = kit.plays(
+        kit.delta(reasoning="Hm", calls=[(0, "call_1", "Weather", '{"city": "Ulm", "degrees": 7}')]),
     )
     tools = [openai.pydantic_function_tool(Weather)]
     answer = client.responses.parse(model=kit.MODEL, input="hi", tools=tools)
@@ -386,7 +353,7 @@ def test_a_tools_model_and_its_result(client, engine, kit):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_limit_of_tokens_cuts_the_last_item(http, gateway, engine, kit, stream):
-    engine.script = plays(kit, delta(text="I ", calls=[(0, "c", "f", '{"a')]), reason=pb.FINISH_REASON_LENGTH)
+    engine.script = kit.plays(kit.delta(text="I ", calls=[(0, "c", "f", '{"a')]), reasons=[pb.FINISH_REASON_LENGTH])
     answer = http.post(f"{gateway}{URL}", json={"input": "hi", "stream": stream})
     last = events(answer)[-1] if stream else {"type": "response.incomplete", "response": answer.json()}
     assert last["type"] == "response.incomplete"

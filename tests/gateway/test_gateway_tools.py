@@ -20,35 +20,6 @@ TOOLS = [
 ]
 
 
-def delta(index=0, text="", reasoning="", calls=()):
-    pieces = [pb.ToolCallDelta(index=call, id=id, name=name, arguments=text) for call, id, name, text in calls]
-    return pb.GenerateResponse(delta=pb.Delta(index=index, text=text, reasoning=reasoning, tool_calls=pieces))
-
-
-def plays(kit, *deltas, reasons=(pb.FINISH_REASON_TOOL_CALLS,)):
-    async def script(request, context):
-        yield kit.accepted()
-        yield kit.started()
-        for each in deltas:
-            yield each
-        for index, reason in enumerate(reasons):
-            yield kit.finished(index, reason)
-        yield kit.usage()
-
-    return script
-
-
-def calls(kit):
-    """Two calls in pieces, after reasoning and content; a piece of everything in one Delta."""
-    return plays(
-        kit,
-        delta(reasoning="Hm"),
-        delta(reasoning=", é", text="I ", calls=[(0, "call_1", "weather", '{"z"')]),
-        delta(calls=[(0, "", "", ": 1}"), (1, "call_2", "now", "")]),
-        delta(calls=[(1, "", "", "{}")]),
-    )
-
-
 @pytest.fixture
 def client(gateway):
     with openai.OpenAI(base_url=f"{gateway}/v1", api_key="any", max_retries=0) as client:
@@ -106,7 +77,7 @@ def test_fields(http, gateway, engine, kit, fields, sent):
 
 
 def test_whole_answer(client, engine, kit):
-    engine.script = calls(kit)
+    engine.script = kit.two_calls()
     (choice,) = client.chat.completions.create(**kit.CHAT, tools=TOOLS).choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.model_dump(exclude_unset=True) == {
@@ -123,7 +94,7 @@ def test_whole_answer(client, engine, kit):
 
 
 def test_streamed_answer(client, engine, kit):
-    engine.script = calls(kit)
+    engine.script = kit.two_calls()
     chunks = [
         chunk.choices[0].model_dump(mode="json", exclude_unset=True)
         for chunk in client.chat.completions.create(**kit.CHAT, tools=TOOLS, stream=True)
@@ -153,7 +124,7 @@ def test_streamed_answer(client, engine, kit):
 
 def test_the_clients_own_accumulation_of_a_stream(client, engine, kit):
     """The client joins the pieces, and parses the arguments against the strict schema."""
-    engine.script = calls(kit)
+    engine.script = kit.two_calls()
     with client.chat.completions.stream(**kit.CHAT, tools=[TOOLS[0]]) as stream:
         kinds = [event.type for event in stream]
         message = stream.get_final_completion().choices[0].message
@@ -167,12 +138,11 @@ def test_the_clients_own_accumulation_of_a_stream(client, engine, kit):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_choice_has_its_own_calls(client, engine, kit, stream):
-    engine.script = plays(
-        kit,
-        delta(1, calls=[(0, "call_b", "now", "{")]),
-        delta(0, reasoning="r"),
-        delta(1, calls=[(0, "", "", "}")]),
-        delta(0, "t"),
+    engine.script = kit.plays(
+        kit.delta(index=1, calls=[(0, "call_b", "now", "{")]),
+        kit.delta(reasoning="r"),
+        kit.delta(index=1, calls=[(0, "", "", "}")]),
+        kit.delta("t"),
         reasons=(pb.FINISH_REASON_STOP, pb.FINISH_REASON_TOOL_CALLS),
     )
     if not stream:
@@ -200,8 +170,8 @@ class Weather(BaseModel):
 @pytest.mark.parametrize("stream", [False, True])
 def test_models_of_the_client(client, engine, kit, stream):
     """The client's helpers: a Pydantic model as a tool, and one as the answer's format."""
-    pieces = [delta(text='{"city": '), delta(text='"Ulm"}'), delta(calls=[(0, "c", "Weather", '{"city"')])]
-    engine.script = plays(kit, *pieces, delta(calls=[(0, "", "", ': "Bonn"}')]))
+    pieces = [kit.delta(text='{"city": '), kit.delta(text='"Ulm"}'), kit.delta(calls=[(0, "c", "Weather", '{"city"')])]
+    engine.script = kit.plays(*pieces, kit.delta(calls=[(0, "", "", ': "Bonn"}')]))
     asked = kit.CHAT | {"tools": [openai.pydantic_function_tool(Weather)], "response_format": Weather}
     if stream:
         with client.chat.completions.stream(**asked) as events:
@@ -218,7 +188,7 @@ def test_models_of_the_client(client, engine, kit, stream):
 
 
 def test_an_answer_goes_back_as_it_came_with_the_tools_results(client, engine, kit):
-    engine.script = calls(kit)
+    engine.script = kit.two_calls()
     message = client.chat.completions.create(**kit.CHAT, tools=TOOLS).choices[0].message
     results = [{"role": "tool", "tool_call_id": call.id, "content": call.function.name} for call in message.tool_calls]
     engine.script = kit.says("Done.")
