@@ -27,23 +27,12 @@ def main() -> None:
 
 @main.command()
 @options.model
-@options.together(
-    options.host,
-    options.http_port,
-    options.grpc_port,
-    options.api_keys,
-    options.gateway_keys,
-    options.tls,
-    options.model_files,
-    options.engine_settings,
-    options.service_settings,
-    options.gateway_settings,
-    options.https,
-    options.request_timeout,
-    options.grace,
-    options.otlp_endpoint,
-    options.logging,
-)
+@options.server
+@options.http_server
+@options.grpc_server
+@options.model_files
+@options.engine_settings
+@options.service_settings
 def serve(**params: Any) -> None:
     """Run an engine and a gateway together.
 
@@ -56,20 +45,11 @@ def serve(**params: Any) -> None:
 
 @main.command()
 @options.model
-@options.together(
-    options.host,
-    options.grpc_port,
-    options.api_keys,
-    options.gateway_keys,
-    options.tls,
-    options.model_files,
-    options.engine_settings,
-    options.service_settings,
-    options.request_timeout,
-    options.grace,
-    options.otlp_endpoint,
-    options.logging,
-)
+@options.server
+@options.grpc_server
+@options.model_files
+@options.engine_settings
+@options.service_settings
 @_supervised
 def engine(**params: Any) -> None:
     """Run the engine alone: a gRPC server around one model."""
@@ -83,19 +63,10 @@ def engine(**params: Any) -> None:
 @click.option("--core", type=click.Path(path_type=Path), required=True)
 @click.option("--own-address")
 @click.option("--admin/--no-admin", default=True)
-@options.together(
-    options.host,
-    options.grpc_port,
-    options.api_keys,
-    options.gateway_keys,
-    options.tls,
-    options.model_files,
-    options.service_settings,
-    options.request_timeout,
-    options.grace,
-    options.otlp_endpoint,
-    options.logging,
-)
+@options.server
+@options.grpc_server
+@options.model_files
+@options.service_settings
 @_supervised
 def service_worker(**params: Any) -> None:
     """Run one of several service processes of an engine; started by `fulcrum engine`."""
@@ -106,24 +77,13 @@ def service_worker(**params: Any) -> None:
 
 @main.command()
 @options.option(
-    "--engine", default="127.0.0.1:50051", metavar="HOST:PORT[,...]", help="Engine servers, all of the same model."
+    "--engine", "Engine servers, all of the same model.", default="127.0.0.1:50051", metavar="HOST:PORT[,...]"
 )
-@options.option("--engine-key", help="Key that this gateway shows to the engines, one of their gateway keys.")
-@options.option(
-    "--engine-admin", metavar="ADDRESS", help="An engine's administration: the page at / shows what it does."
-)
-@options.together(
-    options.host,
-    options.http_port,
-    options.api_keys,
-    options.https,
-    options.engine_tls,
-    options.gateway_settings,
-    options.request_timeout,
-    options.grace,
-    options.otlp_endpoint,
-    options.logging,
-)
+@options.option("--engine-key", "Key that this gateway shows to the engines, one of their gateway keys.")
+@options.option("--engine-admin", "An engine's administration: the page at / shows what it does.", metavar="ADDRESS")
+@options.server
+@options.http_server
+@options.engine_tls
 @_supervised
 def gateway(**params: Any) -> None:
     """Run the gateway alone: OpenAI's API over HTTP, in front of running engines."""
@@ -134,9 +94,11 @@ def gateway(**params: Any) -> None:
 
 @main.command()
 @click.argument("prompt", required=False)
-@options.option("--model", show_default="SmolLM2-135M-Instruct", help="Folder, GGUF file or hub id.")
-@options.option("--raw/--chat", default=False, help="Continue the prompt as it is, without the chat template.")
-@options.together(options.sampling, options.model_files, options.engine_settings)
+@options.option("--model", "Folder, GGUF file or hub id.", show_default="SmolLM2-135M-Instruct")
+@options.option("--raw/--chat", "Continue the prompt as it is, without the chat template.", default=False)
+@options.sampling
+@options.model_files
+@options.engine_settings
 def generate(prompt: str | None, **params: Any) -> None:
     """Answer PROMPT (or what standard input holds) in the terminal, without a server."""
     from cli import settings
@@ -150,14 +112,12 @@ def generate(prompt: str | None, **params: Any) -> None:
 @main.command()
 @click.argument("source", metavar="INPUT", type=options.existing_file)
 @click.argument("target", metavar="OUTPUT", type=click.Path(dir_okay=False, path_type=Path))
-@options.option("--model", show_default="SmolLM2-135M-Instruct", help="Folder, GGUF file or hub id.")
-@options.together(
-    options.batch,
-    options.model_files,
-    options.engine_settings,
-    options.service_settings,
-    options.workers,
-)
+@options.option("--model", "Folder, GGUF file or hub id.", show_default="SmolLM2-135M-Instruct")
+@options.batch
+@options.model_files
+@options.engine_settings
+@options.service_settings
+@options.workers
 def batch(source: Path, target: Path, **params: Any) -> None:
     """Answer every request of INPUT into OUTPUT, both in OpenAI's batch format (a JSON object a line).
 
@@ -171,8 +131,8 @@ def batch(source: Path, target: Path, **params: Any) -> None:
 
 
 @main.command()
-@options.option("--address", default="127.0.0.1:50051", help="HOST:PORT of a running engine (its gRPC port).")
-@options.option("--api-key", help="Key that the engine wants (of several, the first).")
+@options.option("--address", "HOST:PORT of a running engine (its gRPC port).", default="127.0.0.1:50051")
+@options.option("--api-key", "Key that the engine wants (of several, the first).")
 @options.engine_tls
 @options.sampling
 def chat(**params: Any) -> None:
@@ -187,12 +147,12 @@ def chat(**params: Any) -> None:
 
 @main.command()
 @click.argument("request_id", required=False)
-@options.option("--admin-address", required=True, help="HOST:PORT or unix:/PATH of the engine's administration.")
-@options.option("--api-key", help="Key that the engine wants there.")
+@options.option("--admin-address", "HOST:PORT or unix:/PATH of the engine's administration.", required=True)
+@options.option("--api-key", "Key that the engine wants there.")
 @options.option(
-    "--steps", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="Write the latest steps here."
+    "--steps", "Write the latest steps here.", type=click.Path(dir_okay=False, writable=True, path_type=Path)
 )
-@options.option("--last", type=click.IntRange(1, 2**31 - 1), show_default="all that are kept", help="So many steps.")
+@options.option("--last", "So many steps.", type=click.IntRange(1, 2**31 - 1), show_default="all that are kept")
 @options.engine_tls
 def trace(request_id: str | None, steps: Path | None, last: int | None, **connection: Any) -> None:
     """Show the timeline of a request, and write the engine's latest steps as a Chrome (Perfetto) trace file.

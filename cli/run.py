@@ -6,7 +6,6 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -85,7 +84,7 @@ def serve_engine(params: Params, service_worker: click.Command) -> None:
 
         def worker(number: int) -> list[str]:
             metrics_port = params["metrics_port"] if number == 0 else None
-            changed = {"model": model, "grpc_port": port, "served_model_name": names, "metrics_port": metrics_port}
+            changed = {"model": model, "grpc_port": port, "served_model_names": names, "metrics_port": metrics_port}
             return settings.child_arguments(service_worker, params, admin=number == 0, **changed)
 
         work = run_engine(
@@ -107,7 +106,6 @@ def serve_worker(params: Params) -> None:
 
     logs.configure(params["log_level"], params["log_format"], "service")
     service = settings.service_config(params, params["model"], grpc_port=params["grpc_port"], admin=params["admin"])
-    service = replace(service, own_address=params["own_address"])
 
     def ready(report: EngineReport) -> None:
         if parent is not None:

@@ -1,6 +1,7 @@
 """From parsed options to the rooms' own settings, and from a command's options to a child's command line."""
 
 import contextlib
+import inspect
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,10 +16,10 @@ from gateway.config import GatewayConfig
 from service.config import AUTO, ServiceConfig
 
 Params = Mapping[str, Any]
-_Settings = TypeVar("_Settings")
+_Record = TypeVar("_Record")
 
 # Handed to children in their environment, which only their owner can read.
-_SECRETS = ("api_key", "engine_key", "gateway_key")
+_SECRETS = ("api_keys", "engine_key", "gateway_keys")
 # Where a child is to have these, its command line says so.
 _OF_THE_PARENT = tuple(
     f"FULCRUM_{name}"
@@ -37,100 +38,31 @@ class ConfigError(click.ClickException):
 
 def engine_config(params: Params, model: Path) -> EngineConfig:
     """The engine core's settings. Raises ConfigError."""
-    return _checked(
-        lambda: EngineConfig(
-            model=model,
-            dtype=params["dtype"],
-            device=params["device"],
-            load_format=params["load_format"],
-            memory_budget=params["memory_budget"],
-            max_model_len=params["max_model_len"],
-            page_size=params["page_size"],
-            max_num_seqs=params["max_num_seqs"],
-            max_num_batched_tokens=params["max_num_batched_tokens"],
-            scheduler=params["scheduler"],
-            prefix_cache=params["prefix_cache"],
-            chunked_prefill=params["chunked_prefill"],
-            reserve_full_length=params["reserve_full_length"],
-            admission=params["admission"],
-            max_queue_requests=params["max_queue_requests"],
-            max_queue_tokens=params["max_queue_tokens"],
-            look_ahead=params["look_ahead"],
-            speculative=params["speculative"],
-            speculative_length=params["speculative_length"],
-            speculative_window=params["speculative_window"],
-            overlap=params["overlap"],
-            cuda_graphs=params["cuda_graphs"],
-            attention=params["attention"],
-            logits_processors=params["logits_processor"],
-            step_timeout=params["step_timeout"],
-            trace_requests=params["trace_requests"],
-            threads=params["threads"],
-        )
-    )
+    return _checked(lambda: record(EngineConfig, params, model=model, seed=None))  # a command's seed is its samples'
 
 
 def service_config(params: Params, model: Path, *, grpc_port: int, admin: bool = True) -> ServiceConfig:
     """The settings of a service process; of several, one alone serves administration. Raises ConfigError."""
-    return _checked(
-        lambda: ServiceConfig(
-            model=model,
-            served_model_names=served_names(params),
-            address=join_address(params["host"], grpc_port),
-            admin_address=(params["admin_address"] or AUTO) if admin else None,
-            api_keys=params["api_key"],
-            api_key_file=params["api_key_file"],
-            gateway_keys=params["gateway_key"],
-            tls_cert=params["tls_cert"],
-            tls_key=params["tls_key"],
-            tls_client_ca=params["tls_client_ca"],
-            max_priority=params["max_priority"],
-            share_prefixes=params["share_prefixes"],
-            log_requests=params["log_requests"],
-            chat_template=params["chat_template"],
-            tool_parser=params["tool_parser"],
-            reasoning_parser=params["reasoning_parser"],
-            tokenizer=params["tokenizer"],
-            request_timeout=params["request_timeout"],
-            grammar_timeout=params["grammar_timeout"],
-            metrics_host=params["metrics_host"],
-            metrics_port=params["metrics_port"],
-            otlp_endpoint=params["otlp_endpoint"],
-            grace_seconds=params["grace"],
-            reuse_port=(params["service_workers"] or 1) > 1,
-        )
-    )
+    own = {
+        "model": model,
+        "served_model_names": served_names(params),
+        "address": join_address(params["host"], grpc_port),
+        "admin_address": (params["admin_address"] or AUTO) if admin else None,
+        "grace_seconds": params["grace"],
+        "reuse_port": (params["service_workers"] or 1) > 1,
+    }
+    return _checked(lambda: record(ServiceConfig, params, **own))
 
 
 def gateway_config(params: Params, engines: tuple[str, ...]) -> GatewayConfig:
     """The gateway's settings. Raises ConfigError."""
-    optional = {} if params["request_timeout"] is None else {"request_timeout": params["request_timeout"]}
-    return _checked(
-        lambda: GatewayConfig(
-            host=params["host"],
-            port=params["port"],
-            engines=engines,
-            api_keys=params["api_key"],
-            api_key_file=params["api_key_file"],
-            engine_key=params.get("engine_key"),
-            engine_admin=params.get("engine_admin"),
-            https_cert=params["https_cert"],
-            https_key=params["https_key"],
-            https_client_ca=params["https_client_ca"],
-            engine_ca=params.get("engine_ca"),
-            engine_cert=params.get("engine_cert"),
-            engine_cert_key=params.get("engine_cert_key"),
-            engine_tls_name=params.get("engine_tls_name"),
-            cors_origins=params["cors_origin"],
-            workers=params["workers"] or 1,
-            shutdown_seconds=int(params["grace"]),
-            access_log=params["access_log"],
-            log_level=params["log_level"],
-            log_format=params["log_format"],
-            otlp_endpoint=params["otlp_endpoint"],
-            **optional,
-        )
-    )
+    return _checked(lambda: record(GatewayConfig, params, engines=engines, shutdown_seconds=int(params["grace"])))
+
+
+def record(kind: Callable[..., _Record], params: Params, **own: Any) -> _Record:
+    """A dataclass out of `own` and of the options named as its other fields; where one is None, its default stays."""
+    names = inspect.signature(kind).parameters
+    return kind(**{name: params[name] for name in names if params.get(name) is not None} | own)
 
 
 def engine_credentials(params: Params) -> grpc.ChannelCredentials | None:
@@ -140,7 +72,7 @@ def engine_credentials(params: Params) -> grpc.ChannelCredentials | None:
     return _checked(lambda: channel_credentials(params["engine_ca"], params["engine_cert"], params["engine_cert_key"]))
 
 
-def _checked(make: Callable[[], _Settings]) -> _Settings:
+def _checked(make: Callable[[], _Record]) -> _Record:
     try:
         return make()
     except ValueError as error:
@@ -158,8 +90,8 @@ def key_variables(api_keys: Sequence[str], *, engine_key: str = "", gateway_keys
 
 def served_names(params: Params) -> tuple[str, ...]:
     """What requests may call the model: as told, else the hub id, or the name of the folder or file."""
-    if params["served_model_name"]:
-        return tuple(params["served_model_name"])
+    if params["served_model_names"]:
+        return tuple(params["served_model_names"])
     if params["model"] is None:
         from engine.hub import SMOLLM2
 

@@ -118,7 +118,7 @@ def test_variables_set_options(monkeypatch: pytest.MonkeyPatch) -> None:
     params = parse("engine", "--max-num-seqs=8")
     assert params["max_model_len"] == 512
     assert params["prefix_cache"] is False
-    assert params["served_model_name"] == ("a", "b")
+    assert params["served_model_names"] == ("a", "b")
     assert params["model"] == "some/model"
     assert params["memory_budget"] == 2**30
     assert params["max_num_seqs"] == 8
@@ -237,7 +237,7 @@ def test_gateway_options_reach_the_gateway() -> None:
     ("model", "name"), [(None, "SmolLM2-135M-Instruct"), ("org/name", "org/name"), ("org/other-7B", "org/other-7B")]
 )
 def test_name_of_a_model(model: str | None, name: str) -> None:
-    assert settings.served_names({"served_model_name": (), "model": model}) == (name,)
+    assert settings.served_names({"served_model_names": (), "model": model}) == (name,)
 
 
 def test_name_of_a_local_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_name_of_a_local_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     file.touch()
     monkeypatch.chdir(folder)
     for model, name in ((str(folder), "tiny.v2"), (".", "tiny.v2"), (str(file), "Some.Q4_1")):
-        assert settings.served_names({"served_model_name": (), "model": model}) == (name,)
+        assert settings.served_names({"served_model_names": (), "model": model}) == (name,)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_a_child_gets_the_options_but_never_the_keys() -> None:
     assert "sk-secret" not in " ".join(line)
     child = parse(*line)
     assert child["model"] == "some model"
-    assert child["served_model_name"] == ("a b", "--c")
+    assert child["served_model_names"] == ("a b", "--c")
     assert (child["prefix_cache"], child["memory_budget"], child["max_model_len"]) == (False, 0.25, 77)
     gateway = parse(*settings.child_arguments(main.commands["gateway"], params, engine="h:1,h:2"))
     assert (gateway["engine"], gateway["access_log"]) == ("h:1,h:2", True)
