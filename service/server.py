@@ -133,13 +133,8 @@ async def serve(
             await admin.start()
             cleanup.push_async_callback(admin.stop, 0)
 
-        metrics_address = None
-        if config.metrics_port is not None:
-            tls = None if identity is None else server_context(identity)
-            collector = EngineCollector(core, figures, model.names[0], loop)
-            metrics = MetricsServer(config.metrics_host, config.metrics_port, tls, collector)
-            cleanup.push_async_callback(metrics.close)
-            metrics_address = metrics.address
+        collector = EngineCollector(core, figures, model.names[0], loop)
+        metrics_address = _serve_metrics(config, collector, identity, cleanup)
 
         watching = asyncio.create_task(_watch_core(core, live, health))
         cleanup.callback(watching.cancel)
@@ -239,6 +234,18 @@ def _bind(server: grpc.aio.Server, address: str, identity: Identity | None, clea
         os.umask(earlier)
     cleanup.callback(path.unlink, missing_ok=True)
     return f"unix:{path}"
+
+
+def _serve_metrics(
+    config: ServiceConfig, collector: EngineCollector, identity: Identity | None, cleanup: AsyncExitStack
+) -> str | None:
+    """Returns its HOST:PORT, if there is one. Raises OSError."""
+    if config.metrics_port is None:
+        return None
+    tls = None if identity is None else server_context(identity)
+    server = MetricsServer(config.metrics_host, config.metrics_port, tls, collector)
+    cleanup.push_async_callback(server.close)
+    return server.address
 
 
 def _answers(path: Path) -> bool:
