@@ -56,7 +56,7 @@ def _head(report: EngineReport, params: Params, name: str, *addresses: str) -> l
     shown = limits | {key: params[key] for key in _SETTINGS}
     settings = ", ".join(f"{key.replace('_', '-')} {_text(value)}" for key, value in shown.items())
     lines = [f"Fulcrum serves {name}", *addresses, f"  gRPC        {report.address}"]
-    lines += [f"  admin       {report.admin_address}"] if report.admin_address else []
+    lines.append(f"  admin       {report.admin_addresses[0]}")
     if report.metrics_address:
         scheme = "https" if params["tls_cert"] else "http"
         lines.append(f"  metrics     {scheme}://{reachable(report.metrics_address)}/metrics")

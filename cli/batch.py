@@ -128,7 +128,7 @@ async def _server(
     )
 
     def gateway_line(report: EngineReport) -> list[str]:
-        return settings.child_arguments(gateway, own, engine=",".join(report.process_addresses) or report.address)
+        return settings.child_arguments(gateway, own, engine=",".join(report.process_addresses))
 
     async with running(
         settings.child_arguments(engine, own),

@@ -64,8 +64,8 @@ async def run_engine(
                 ]
                 await _run_workers(lines, variables, keeping, grace=service.grace_seconds, signals=signals, ready=ready)
                 return
-            if service.tls_cert is not None:  # the gateway beside it needs no certificate
-                service = replace(service, own_address=f"unix:{core.socket.parent}/0")
+            # Where the gateway beside it needs no certificate, and no key with admin.
+            service = replace(service, own_address=f"unix:{core.socket.parent}/0")
             await serve_core(service, core.socket, ready, signals, keeping)
 
 
@@ -133,7 +133,7 @@ async def serve_core(
             EngineReport(
                 bound.address,
                 [] if bound.own_address is None else [bound.own_address],
-                bound.admin_address,
+                bound.admin_addresses,
                 bound.metrics_address,
                 info.architecture,
                 info.dtype,

@@ -9,12 +9,13 @@ class EngineReport:
     """Where an engine serves, and what. EngineReport(**report.to_json()) is the same again.
 
     Attributes:
-        process_addresses: of each service process alone; without any there is one, at `address`.
+        process_addresses: of each service process alone.
+        admin_addresses: of AdminService; the last is a Unix socket.
     """
 
     address: str
     process_addresses: list[str]
-    admin_address: str | None
+    admin_addresses: list[str]
     metrics_address: str | None
     architecture: str
     dtype: str

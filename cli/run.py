@@ -39,9 +39,7 @@ def serve_both(params: Params, engine: click.Command, gateway: click.Command) ->
     own = secrets.token_urlsafe(32) if with_key else ""
 
     def gateway_line(report: EngineReport) -> list[str]:
-        engines = ",".join(report.process_addresses) or banner.reachable(report.address)
-        # Over TCP it would need a key with admin, which the gateway's own is not.
-        admin = report.admin_address if (report.admin_address or "").startswith("unix:") else None
+        engines, admin = ",".join(report.process_addresses), report.admin_addresses[-1]
         return settings.child_arguments(gateway, params, engine=engines, engine_admin=admin)
 
     def ready(report: EngineReport, address: str) -> None:

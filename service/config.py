@@ -27,7 +27,8 @@ class ServiceConfig:
             chooses the process, and so can spread his calls evenly. Beside its Unix socket lie the process's figures,
             which whoever serves the metrics reads: the sockets of one engine have a folder of their own.
         admin_address: the same for AdminService. AUTO is a Unix socket that only its owner may open (0600), without a
-            key; a TCP address needs a key with `admin`. None: this process serves none (another worker does).
+            key; a TCP address needs a key with `admin`, and `own_address` has one beside it for those who need none.
+            None: this process serves none (another worker does).
         api_keys: who may call. Without any, only loopback and Unix addresses may be bound.
         api_key_file: further keys, of several tenants (fulcrum.keys).
         gateway_keys: these may speak for tenants.

@@ -52,11 +52,15 @@ _LAST_WORDS_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class BoundAddresses:
-    """Where a service listens, with the ports that were found; each can be given to a gRPC channel (metrics: HTTP)."""
+    """Where a service listens, with the ports that were found; each can be given to a gRPC channel (metrics: HTTP).
+
+    Attributes:
+        admin_addresses: of AdminService; the last is a Unix socket where there is an `own_address`.
+    """
 
     address: str
     own_address: str | None
-    admin_address: str | None
+    admin_addresses: list[str]
     metrics_address: str | None
 
 
@@ -121,15 +125,15 @@ async def serve(
         await main.start()
         cleanup.push_async_callback(main.stop, 0)
 
-        admin_address = _admin_address(config, address)
-        if admin_address is not None:
-            # Who may open the socket may administer.
-            check = (lambda _: None) if is_unix(admin_address) else authenticator.admin
+        admin_addresses = []
+        for each in _admin_addresses(config, address):
+            # Who may open a socket may administer.
+            check = (lambda _: None) if is_unix(each) else authenticator.admin
             admin = _new_server(config, Guard(check, figures))
             inference_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(core, live, figures), admin)
             health_pb2_grpc.add_HealthServicer_to_server(health, admin)
             _add_reflection(admin, (ADMIN, HEALTH))
-            admin_address = _bind(admin, admin_address, identity, cleanup)
+            admin_addresses.append(_bind(admin, each, identity, cleanup))
             await admin.start()
             cleanup.push_async_callback(admin.stop, 0)
 
@@ -139,7 +143,7 @@ async def serve(
         watching = asyncio.create_task(_watch_core(core, live, health))
         cleanup.callback(watching.cancel)
         if ready is not None:
-            ready(BoundAddresses(address, own_address, admin_address, metrics_address))
+            ready(BoundAddresses(address, own_address, admin_addresses, metrics_address))
         await stop.wait()
 
         await health.enter_graceful_shutdown()
@@ -258,12 +262,15 @@ def _answers(path: Path) -> bool:
     return True
 
 
-def _admin_address(config: ServiceConfig, address: str) -> str | None:
-    if config.admin_address != AUTO:
-        return config.admin_address
-    if is_unix(address):
-        return f"{address}.admin"
-    return f"unix:{runtime_dir() / f'admin-{split_address(address)[1]}.sock'}"
+def _admin_addresses(config: ServiceConfig, address: str) -> list[str]:
+    if config.admin_address is None:
+        return []
+    if config.admin_address == AUTO:
+        if is_unix(address):
+            return [f"{address}.admin"]
+        return [f"unix:{runtime_dir() / f'admin-{split_address(address)[1]}.sock'}"]
+    own = [] if config.own_address is None or is_unix(config.admin_address) else [f"{config.own_address}.admin"]
+    return [config.admin_address, *own]
 
 
 def runtime_dir() -> Path:

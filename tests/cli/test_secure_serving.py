@@ -112,6 +112,12 @@ def test_serve_with_keys_and_tls(fulcrum, await_end, options: list[str], certifi
         assert "finished" in paste(traced, FULCRUM_API_KEY=operator)
         assert "PERMISSION_DENIED" in paste(traced, FULCRUM_API_KEY=acme)
 
+        # The page's live view is there for an operator, whatever address the administration has.
+        live, operating = f"{url.removesuffix('/v1')}/page/live", {"authorization": f"Bearer {operator}"}
+        assert trusting.get(live, headers=headers).status_code == 403
+        with trusting.stream("GET", live, headers=operating) as stream:
+            assert '"total_pages"' in next(stream.iter_lines())
+
         # A key that is taken out is refused within a second, and what a call takes.
         keys.write_text("".join(line for line in keys.read_text().splitlines(keepends=True) if "beta" in line))
         until = time.monotonic() + 20

@@ -221,7 +221,7 @@ def serving(byte_model: Path, tmp_path: Path) -> Callable[..., Any]:
             await task
         addresses = bound.result()
         async with grpc.aio.insecure_channel(addresses.address) as channel:
-            admin_channel = grpc.aio.insecure_channel(addresses.admin_address or addresses.address)
+            admin_channel = grpc.aio.insecure_channel([*addresses.admin_addresses, addresses.address][0])
             async with admin_channel:
                 yield SimpleNamespace(
                     core=core,

@@ -1,12 +1,15 @@
 """Tenants, priorities, salts and administration: what each key may do."""
 
 import hashlib
+import stat
+from pathlib import Path
 
 import grpc
 import pytest
 
 from engine.request import FinishReason
 from fulcrum.v1 import inference_pb2 as pb
+from fulcrum.v1 import inference_pb2_grpc
 
 Code = grpc.StatusCode
 
@@ -125,7 +128,7 @@ async def test_a_server_without_keys_takes_anybodys_word(core, serving):
         assert len({request.salt for request in core.requests}) == 3
 
 
-async def test_administration_over_tcp_needs_an_admin(core, serving, key_file):
+async def test_administration_over_tcp_needs_an_admin(core, serving, key_file, tmp_path):
     async def answer(caller):
         try:
             await server.admin.GetStats(pb.GetStatsRequest(), metadata=caller)
@@ -144,3 +147,11 @@ async def test_administration_over_tcp_needs_an_admin(core, serving, key_file):
         assert await ends(server.stub.Generate(pb.GenerateRequest(text="x"), metadata=as_caller("root"))) is None
     async with serving(core, **keys) as server:  # a Unix socket: who may open it may administer
         assert await answer(()) is Code.OK
+    own = f"unix:{tmp_path}/own"
+    async with serving(core, **keys, admin_address="127.0.0.1:0", own_address=own) as server:
+        assert await answer(()) is Code.UNAUTHENTICATED
+        _, beside = server.addresses.admin_addresses
+        assert stat.S_IMODE(Path(beside.removeprefix("unix:")).stat().st_mode) == 0o600
+        async with grpc.aio.insecure_channel(beside) as channel:
+            server.admin = inference_pb2_grpc.AdminServiceStub(channel)
+            assert await answer(()) is Code.OK

@@ -147,7 +147,7 @@ async def test_grpcurl_works_through_reflection(make_core, serving, address):
             return out.decode()
 
         if address == "admin":
-            path = server.addresses.admin_address.removeprefix("unix:")
+            path = server.addresses.admin_addresses[0].removeprefix("unix:")
             assert '"steps": "41"' in await grpcurl("-unix", path, f"{ADMIN}/GetStats")
             assert ADMIN in await grpcurl("-unix", path, "list")
             return
@@ -339,7 +339,7 @@ async def test_the_admin_service_is_not_on_the_main_address(make_core, serving):
     async with serving(make_core()) as server:
         stray = server.channel.unary_unary(f"/{ADMIN}/GetStats")
         assert await code_of(stray(b"")) is grpc.StatusCode.UNIMPLEMENTED
-        path = server.addresses.admin_address.removeprefix("unix:")
+        path = server.addresses.admin_addresses[0].removeprefix("unix:")
         assert mode_of(path) == 0o600
     assert mode_of(path) is None
 
@@ -348,7 +348,7 @@ async def test_the_default_admin_socket_lies_in_a_folder_of_ones_own(make_core, 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     async with serving(make_core(), admin_address="auto") as server:
         port = server.addresses.address.rpartition(":")[2]
-        assert server.addresses.admin_address == f"unix:{tmp_path}/fulcrum/admin-{port}.sock"
+        assert server.addresses.admin_addresses[0] == f"unix:{tmp_path}/fulcrum/admin-{port}.sock"
         assert mode_of(tmp_path / "fulcrum") == 0o700
         assert await code_of(server.admin.GetStats(pb.GetStatsRequest())) is grpc.StatusCode.OK
     (tmp_path / "fulcrum").chmod(0o755)
@@ -392,7 +392,7 @@ async def test_two_processes_worth_of_servers_share_a_port(make_core, serving):
         shared = first.addresses.address
         async with serving(make_core(), address=shared, reuse_port=True, admin_address=None) as second:
             assert second.addresses.address == shared
-            assert second.addresses.admin_address is None
+            assert second.addresses.admin_addresses == []
             assert (await second.stub.GetModel(pb.GetModelRequest())).vocab_size == 258
 
 

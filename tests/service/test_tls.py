@@ -99,7 +99,7 @@ async def test_administration_over_tcp_speaks_tls(core, serving, certificates, t
     settings = {"api_key_file": tmp_path / "keys", "admin_address": "127.0.0.1:0"}
     async with serving(core, **pair(certificates), **settings) as server:
         trust = channel_credentials(certificates / "ca.pem")
-        async with grpc.aio.secure_channel(server.addresses.admin_address, trust) as channel:
+        async with grpc.aio.secure_channel(server.addresses.admin_addresses[0], trust) as channel:
             get = channel.unary_unary("/fulcrum.v1.AdminService/GetStats", None, pb.GetStatsResponse.FromString)
             assert (await get(b"", metadata=(("authorization", "Bearer sk-1"),))).stats.steps == 41
 
