@@ -44,7 +44,7 @@ from engine.cache.pool import IntegrityError
 from engine.grammar import GrammarError, Matcher, Matchers
 from engine.limits import Limits
 from engine.messages import CoreStats
-from engine.ngram import NGrams
+from engine.ngram import NGrams, PromptRuns
 from engine.plan import Plan
 from engine.request import FinishReason, RejectReason, Request, RequestRejected
 from engine.sequence import Sequence, SequenceUpdate, State
@@ -56,6 +56,7 @@ __all__ = ["IntegrityError", "Scheduler", "SequenceUpdate"]
 
 MAX_OVERTAKEN = 64
 WATERMARK = 0.01  # of the pool; at least one page
+READING = 2048  # tokens of prompts that a step reads for guesses, beside those that it computes
 
 _tuple = tuple.__new__
 
@@ -186,8 +187,11 @@ class Scheduler:
             )
             for index in range(params.n)
         ]
-        for sequence in sequences:
-            sequence.ngrams = NGrams(sequence.tokens, *self._guess) if guessing else None
+        if guessing:
+            length, window = self._guess
+            runs = PromptRuns(request.prompt, window)
+            for sequence in sequences:
+                sequence.ngrams = NGrams(sequence.tokens, length, runs)
         self._live[request.request_id] = dict(enumerate(sequences))
         self._new[request.request_id] = len(request.prompt)
         self._new_tokens += len(request.prompt)
@@ -268,7 +272,7 @@ class Scheduler:
         return step
 
     def _plan(self) -> Step | None:
-        plan = Plan(self._next_id, self._budget)
+        plan = Plan(self._next_id, self._budget, reading=READING)
         decoding = tuple(self._decoding)
         decode_first = self._chunked or self._short
         if decode_first:
@@ -334,7 +338,7 @@ class Scheduler:
         ngrams, waits = sequence.ngrams, sequence.matcher is not None or sequence.guessed
         if ngrams is not None:
             if not waits and plan.room > 0:
-                ngrams.follow()
+                plan.reading = ngrams.follow(plan.reading)
                 waits = ngrams.worth_waiting
             plan.room -= waits * self._guess[0]
         return waits
@@ -347,7 +351,7 @@ class Scheduler:
             if sequence.state is not State.RUNNING or sequence.ngrams is None or room <= 0:
                 continue
             start, held = sequence.num_computed, len(sequence.pages) * self._cache.page_size
-            sequence.ngrams.follow()
+            plan.reading = sequence.ngrams.follow(plan.reading)
             guesses = sequence.ngrams.guesses(min(room, held - start + max(0, spare) * self._cache.page_size))
             missing = self._cache.missing(sequence, start + len(guesses))
             if missing > 0:
@@ -486,6 +490,8 @@ class Scheduler:
             self._waiting.charge(sequence.request.tenant, PREFILL_WORK * chunk)
         sequence.num_computed += chunk
         sequence.last_step = plan.step_id
+        if sequence.ngrams is not None:
+            sequence.ngrams.follow(chunk)
         self._cache.publish(sequence)
         if chunk == gap:
             del self._prefilling[sequence]

@@ -251,8 +251,8 @@ class Guesser:
         self.sequence, self.draw = sequence, draw
         self.text = lone_run(sequence.request, sequence.index)[0]
 
-    def follow(self) -> None:
-        pass
+    def follow(self, most: int) -> int:
+        return most
 
     @property
     def worth_waiting(self) -> bool:

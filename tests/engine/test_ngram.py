@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from engine.core import EngineCore
-from engine.ngram import NGrams
+from engine.ngram import NGrams, PromptRuns
 from engine.request import Request, SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduler import READING, Scheduler
 from engine.step import RowInit, Step, StepResult
 from kernels.sampling import uniform
 
 
 def guesser(tokens: list[int], length: int = 4, window: tuple[int, int] = (2, 3)) -> NGrams:
-    ngrams = NGrams(tokens, length, window)
-    ngrams.follow()
+    ngrams = NGrams(tokens, length, PromptRuns(tuple(tokens), window))
+    ngrams.follow(len(tokens))
     return ngrams
 
 
@@ -32,16 +32,57 @@ def guesser(tokens: list[int], length: int = 4, window: tuple[int, int] = (2, 3)
         ([1], (2, 3), ()),
     ],
 )
-@pytest.mark.parametrize("whole", [True, False], ids=["a prompt", "token by token"])
-def test_what_stood_behind_the_last_such_run_comes_again(tokens, window, guesses, whole):
-    known = list(tokens) if whole else tokens[:1]
-    ngrams = guesser(known, window=window)
-    for token in tokens[len(known) :]:
-        known.append(token)
-        ngrams.follow()
-    ngrams._fresh = ngrams._continued = 1.0  # whatever it thinks of itself
-    assert ngrams.guesses(9) == guesses
-    assert ngrams.guesses(1) == guesses[:1]
+@pytest.mark.parametrize("prompt", [1, 3, 99])
+@pytest.mark.parametrize("piece", [1, 2, 99])
+def test_what_stood_behind_the_last_such_run_comes_again(tokens, window, guesses, prompt, piece):
+    """However much of the text is the prompt, in whatever pieces that is read, and if a sibling has read it."""
+    runs = PromptRuns(tuple(tokens[:prompt]), window)
+    for _ in range(2):
+        known = tokens[:prompt]
+        ngrams = NGrams(known, 4, runs)
+        for _ in known:
+            ngrams.follow(piece)
+        for token in tokens[len(known) :]:
+            known.append(token)
+            ngrams.follow(0)
+        ngrams._fresh = ngrams._continued = 1.0  # whatever it thinks of itself
+        assert ngrams.guesses(9) == guesses
+        assert ngrams.guesses(1) == guesses[:1]
+
+
+def test_nothing_is_guessed_before_the_prompt_has_been_read():
+    tokens = [1, 2, 3] * 4
+    ngrams = NGrams(tokens, 4, PromptRuns(tuple(tokens), (2, 3)))
+    assert ngrams.follow(11) == 0
+    assert not ngrams.guesses(9)
+    tokens.append(1)
+    assert ngrams.follow(11) == 10  # one was left
+    assert ngrams.guesses(9) == (2, 3, 1)
+
+
+def test_no_step_reads_more_of_a_prompt_than_it_computes_and_a_little(monkeypatch):
+    """For three siblings the prompt is read once; when it was cached, beside decodes."""
+    read: list[int] = []
+
+    def counted(runs: PromptRuns, most: int, original=PromptRuns.read) -> int:
+        before = runs.end
+        left = original(runs, most)
+        read.append(runs.end - before)
+        return left
+
+    monkeypatch.setattr(PromptRuns, "read", counted)
+    settings = {"num_pages": 999, "page_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 4000, "vocab_size": 9}
+    scheduler = Scheduler(**settings, max_model_len=12_000, eos_token_ids=(), speculative_length=4)
+    for name in ("cold", "cached"):
+        scheduler.add(Request(name, tuple(range(9)) * 1111, SamplingParams(max_tokens=8, n=3)))
+        total = 0
+        while scheduler.has_work:
+            step = scheduler.schedule()
+            assert sum(read) <= READING + sum(work.length for work in step.works if work.length > 1)
+            total += sum(read)
+            read.clear()
+            scheduler.update(step, StepResult((0,) * len(step.samples)))
+        assert total == 9999
 
 
 def test_it_stops_where_guesses_fail_and_begins_again_where_they_would_be_right():
@@ -50,13 +91,13 @@ def test_it_stops_where_guesses_fail_and_begins_again_where_they_would_be_right(
     assert ngrams.guesses(9)
     for number in range(10, 22):  # runs that were there before, and then something else
         tokens += [1, 2, number]
-        ngrams.follow()
+        ngrams.follow(0)
     assert not ngrams.guesses(9)
     assert not ngrams.worth_waiting
     tokens += [50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61]
-    ngrams.follow()
+    ngrams.follow(0)
     tokens += [50, 51, 52, 53, 54, 55, 56]
-    ngrams.follow()
+    ngrams.follow(0)
     assert ngrams.guesses(9) == (57, 58, 59, 60)
     assert ngrams.worth_waiting
 
