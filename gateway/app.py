@@ -19,6 +19,7 @@ from gateway.errors import ApiError, internal_error
 from gateway.live import FILES, Page
 from gateway.metrics import Metrics
 from gateway.routes import VERSION, Routes
+from telemetry.expiry import Certificates
 from telemetry.tracing import Tracer
 
 logger = logging.getLogger(__name__)
@@ -27,18 +28,21 @@ logger = logging.getLogger(__name__)
 def create_app(config: GatewayConfig) -> FastAPI:
     """The gateway as an ASGI application."""
     pool = EnginePool(config)
-    metrics = Metrics()
+    certificates = Certificates(config.certificates())
+    metrics = Metrics(certificates)
     tracer = None if config.otlp_endpoint is None else Tracer(config.otlp_endpoint, "gateway")
     routes = Routes(config, pool, metrics)
     page = Page(config)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        watch = asyncio.create_task(certificates.watch())
         async with pool:
             # What was made until now lives as long as the process: the collector need not look at it again.
             gc.collect()
             gc.freeze()
             yield
+        watch.cancel()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
 

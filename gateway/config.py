@@ -106,6 +106,10 @@ class GatewayConfig:
         """The keys that callers are known by. Raises: ValueError naming the field that is wrong."""
         return KeyRing(self.api_keys, self.api_key_file)
 
+    def certificates(self) -> dict[str, Path | None]:
+        """What telemetry.expiry is to tell of."""
+        return {name: getattr(self, name) for name in ("https_cert", "https_client_ca", "engine_ca", "engine_cert")}
+
     def identity(self) -> Identity | None:
         """What this server shows to HTTPS clients. Raises: ValueError naming the field that is wrong."""
         return identity("https", self.https_cert, self.https_key, self.https_client_ca)

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from gateway.sse import TokenCounts
+from telemetry.expiry import Certificates
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -17,9 +18,11 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 class Metrics:
     """One application's metrics."""
 
-    def __init__(self) -> None:
+    def __init__(self, certificates: Certificates) -> None:
         """Registers them in a registry of their own."""
+        self._certificates = certificates
         self._registry = CollectorRegistry()
+        self._registry.register(certificates)
         self.requests = Counter(
             "fulcrum_gateway_http_requests",
             "HTTP requests that ended (status 499: the client had gone).",
@@ -66,5 +69,6 @@ class Metrics:
         if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
             return generate_latest(self._registry)
         everyone = CollectorRegistry()
+        everyone.register(self._certificates)
         MultiProcessCollector(everyone)  # type: ignore[no-untyped-call]
         return generate_latest(everyone)

@@ -31,6 +31,7 @@ def logging_of(config: GatewayConfig) -> dict[str, Any]:
     loggers = {
         "gateway": level,
         "fulcrum": level,
+        "telemetry": level,
         "uvicorn.error": "ERROR" if level == "ERROR" else "WARNING",
         "gateway.access": "INFO",
     }

@@ -119,6 +119,10 @@ class ServiceConfig:
         """The keys that callers are known by. Raises: ValueError naming the setting that is wrong."""
         return KeyRing(self.api_keys, self.api_key_file, self.gateway_keys)
 
+    def certificates(self) -> dict[str, Path | None]:
+        """What telemetry.expiry is to tell of."""
+        return {"tls_cert": self.tls_cert, "tls_client_ca": self.tls_client_ca}
+
     def identity(self) -> Identity | None:
         """What this server shows to TLS clients. Raises: ValueError naming the setting that is wrong."""
         return identity("tls", self.tls_cert, self.tls_key, self.tls_client_ca)

@@ -6,7 +6,7 @@ import logging
 import socket
 import ssl
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from socketserver import ThreadingMixIn
 from threading import Thread
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -137,7 +137,7 @@ def vllm_metric(metric: Metric, model: str) -> Metric:
 
 
 class MetricsServer:
-    """An HTTP server for one collector, in a daemon thread.
+    """An HTTP server for these collectors, in a daemon thread.
 
     Args:
         host: where it listens.
@@ -148,9 +148,10 @@ class MetricsServer:
         address: HOST:PORT.
     """
 
-    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, collector: EngineCollector) -> None:
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, collectors: Sequence[Collector]) -> None:
         registry = CollectorRegistry()
-        registry.register(collector)
+        for each in collectors:
+            registry.register(each)
         server = _Server if ":" not in host else _ServerIPv6
         self._server = make_server(host, port, make_wsgi_app(registry), server, _Handler)
         if tls is not None:  # each connection's own thread shakes hands, lest a silent one holds up the others

@@ -7,7 +7,7 @@ import os
 import socket
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
+from prometheus_client.registry import Collector
 
 from engine.client import CoreClient, CoreDied
 from fulcrum.tls import Identity, server_context, server_credentials
@@ -33,6 +34,7 @@ from service.live import LiveCalls
 from service.metrics import EngineCollector, MetricsServer
 from service.model import ServedModel
 from service.servicer import InferenceServicer
+from telemetry.expiry import Certificates
 from telemetry.tracing import Tracer
 
 logger = logging.getLogger(__name__)
@@ -138,10 +140,11 @@ async def serve(
             cleanup.push_async_callback(admin.stop, 0)
 
         collector = EngineCollector(core, figures, model.names[0], loop)
-        metrics_address = _serve_metrics(config, collector, identity, cleanup)
+        certificates = Certificates(config.certificates())
+        metrics_address = _serve_metrics(config, [collector, certificates], identity, cleanup)
 
-        watching = asyncio.create_task(_watch_core(core, live, health))
-        cleanup.callback(watching.cancel)
+        for watch in (_watch_core(core, live, health), certificates.watch()):
+            cleanup.callback(asyncio.create_task(watch).cancel)
         if ready is not None:
             ready(BoundAddresses(address, own_address, admin_addresses, metrics_address))
         await stop.wait()
@@ -241,13 +244,13 @@ def _bind(server: grpc.aio.Server, address: str, identity: Identity | None, clea
 
 
 def _serve_metrics(
-    config: ServiceConfig, collector: EngineCollector, identity: Identity | None, cleanup: AsyncExitStack
+    config: ServiceConfig, collectors: Sequence[Collector], identity: Identity | None, cleanup: AsyncExitStack
 ) -> str | None:
     """Returns its HOST:PORT, if there is one. Raises OSError."""
     if config.metrics_port is None:
         return None
     tls = None if identity is None else server_context(identity)
-    server = MetricsServer(config.metrics_host, config.metrics_port, tls, collector)
+    server = MetricsServer(config.metrics_host, config.metrics_port, tls, collectors)
     cleanup.push_async_callback(server.close)
     return server.address
 

@@ -4,6 +4,8 @@ import http.server
 import itertools
 import json
 import re
+import ssl
+import subprocess
 import threading
 import time
 from datetime import datetime
@@ -22,7 +24,7 @@ TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 # Of Prometheus' own query language: what our expressions use of it, and what its server makes itself.
 PROMQL = {
     "sum", "avg", "by", "rate", "deriv", "min_over_time", "resets", "histogram_quantile", "label_values", "or", "and",
-    "up",
+    "up", "time",
 }  # fmt: skip
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 
@@ -72,7 +74,9 @@ def has_otel() -> bool:
 
 
 @pytest.fixture(scope="module")
-def told(fulcrum_process, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def told(
+    fulcrum_process, tiny_model: Path, certificates: Path, tmp_path_factory: pytest.TempPathFactory
+) -> SimpleNamespace:
     """What a server of two service processes has told by the end: four answers, a refusal, a caller that has gone."""
     collector = Collector()
     log = tmp_path_factory.mktemp("observed") / "stderr.log"
@@ -80,6 +84,8 @@ def told(fulcrum_process, tiny_model: Path, tmp_path_factory: pytest.TempPathFac
         "serve", str(tiny_model), "--load-format=dummy", "--dtype=float32", "--device=cpu", "--threads=1",
         "--memory-budget=32MiB", "--max-num-seqs=8", "--grpc-port=0", "--port=0", "--service-workers=2",
         "--metrics-port=0", "--log-format=json", "--log-level=debug", "--access-log",
+        f"--https-cert={certificates / 'server.pem'}", f"--https-key={certificates / 'server.key'}",
+        f"--tls-cert={certificates / 'server.pem'}", f"--tls-key={certificates / 'server.key'}",
     ]  # fmt: skip
     if has_otel():
         arguments.append(f"--otlp-endpoint=http://127.0.0.1:{collector.server.server_port}")
@@ -90,7 +96,8 @@ def told(fulcrum_process, tiny_model: Path, tmp_path_factory: pytest.TempPathFac
         serve.expect(r"(Ctrl-C ends it)")
         body = {"model": "tiny-llama", "prompt": "a" * 40, "max_tokens": 4, "ignore_eos": True}
         headers = {"x-request-id": LABEL, "traceparent": f"00-{TRACE}-{CALLER}-01"}
-        with httpx.Client(base_url=url, timeout=60) as client:
+        trust = ssl.create_default_context(cafile=certificates / "ca.pem")
+        with httpx.Client(base_url=url, timeout=60, verify=trust) as client:
             answers = [client.post("/v1/completions", json=body, headers=headers).json()]
             answers += [client.post("/v1/completions", json=body).json() for _ in range(3)]
             assert client.post("/v1/completions", json=body | {"n": 0}).status_code == 400
@@ -109,7 +116,9 @@ def told(fulcrum_process, tiny_model: Path, tmp_path_factory: pytest.TempPathFac
         collector.server.server_close()
     families = [*text_string_to_metric_families(engine), *text_string_to_metric_families(gateway)]
     samples = {(s.name, *sorted(s.labels.items())): s.value for family in families for s in family.samples}
-    return SimpleNamespace(answers=answers, families=families, samples=samples, log=log, collector=collector)
+    command = ["openssl", "x509", "-enddate", "-noout", "-in", certificates / "server.pem"]
+    end = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().removeprefix("notAfter=")
+    return SimpleNamespace(answers=answers, families=families, samples=samples, log=log, collector=collector, end=end)
 
 
 def names(families: list[Any]) -> set[str]:
@@ -139,6 +148,9 @@ def test_the_metrics_add_up(told: SimpleNamespace) -> None:
     assert samples["vllm:e2e_request_latency_seconds_count", *model] == 4
     assert samples["vllm:prompt_tokens_total", *model] == 5 * 40
     assert samples["fulcrum_gateway_completion_tokens_total",] == 16
+    end = ssl.cert_time_to_seconds(told.end)
+    for setting in ("tls_cert", "https_cert"):
+        assert samples["fulcrum_certificate_expiry_timestamp_seconds", ("setting", setting)] == end
 
 
 def expressions(path: Path) -> list[str]:
@@ -193,6 +205,11 @@ def test_every_line_of_the_log_is_an_object_and_those_of_a_request_name_it(told:
         assert {"time", "level", "process", "logger", "message"} <= set(each)
         assert datetime.fromisoformat(each["time"]).utcoffset() is not None
     assert {"service", "gateway"} <= {each["process"] for each in objects}
+    expiring = {each["process"]: each for each in objects if each["logger"] == "telemetry.expiry"}
+    assert {name: each["message"].split()[0] for name, each in expiring.items()} == {
+        "service": "tls_cert",
+        "gateway": "https_cert",
+    }
     ours = [each for each in objects if each.get("x_request_id") == LABEL]
     assert {each["request_id"] for each in ours} == {told.answers[0]["id"].removeprefix("cmpl-")}
     assert [each["logger"] for each in ours] == ["service.servicer", "service.servicer", "gateway.access"]

@@ -51,7 +51,7 @@ async def grpcurl(*arguments):
     return '"text": "ok"' in out.decode() if process.returncode == 0 else errors.decode()
 
 
-async def test_tls(core, serving, certificates, tmp_path):
+async def test_tls(core, serving, certificates, tmp_path, caplog):
     own = f"unix:{tmp_path}/own.sock"
     async with serving(core, **pair(certificates), own_address=own) as server:
         address = server.addresses.address
@@ -67,6 +67,7 @@ async def test_tls(core, serving, certificates, tmp_path):
             assert (await asyncio.to_thread(client.complete, REQUEST)).text == "ok"
         assert await grpcurl("-cacert", certificates / "ca.pem", address) is True
         assert "certificate" in await grpcurl("-cacert", certificates / "stranger.pem", address)
+        assert f"tls_cert {certificates / 'server.pem'} expires in" in caplog.text  # within two days
 
 
 async def test_mutual_tls(core, serving, certificates):
