@@ -1,32 +1,34 @@
-"""`fulcrum bench throughput` and `latency`: an engine in this process."""
+"""`fulcrum bench throughput`, `latency` and `ladder`: an engine in this process."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cli import bench_options, options
+from cli.run import clear_errors, engine_in_process
+from cli.settings import engine_config, record
+from loadtest.datasets import DATASETS
+from loadtest.options import COUNT, Number
+from loadtest.report import save_figures
+from loadtest.tables import ladder_table
 
 if TYPE_CHECKING:
-    from engine import LLM
     from loadtest.records import Message
     from loadtest.tokens import LocalTokenizer
-
-Params = dict[str, Any]
 
 
 @click.command()
 @options.model
 @bench_options.dataset
-@click.option("--temperature", type=bench_options.Number(min=0), default=1.0, help="0 is greedy.")
-@click.option("--pairs", type=bench_options.count, help="With --speculative: so many runs with guesses and without.")
+@click.option("--temperature", type=Number(min=0), default=1.0, help="0 is greedy.")
+@click.option("--pairs", type=COUNT, help="With --speculative: so many runs with guesses and without.")
 @bench_options.output_json
-@options.together(options.revision, options.tokenizer, options.engine_settings)
+@options.revision
+@options.tokenizer
+@options.engine_settings
 def throughput(**params: Any) -> None:
     """Measure MODEL without a server: all prompts at once, each with all its tokens.
 
@@ -34,12 +36,11 @@ def throughput(**params: Any) -> None:
     """
     if params["pairs"] is not None and params["speculative"] == "off":
         raise click.UsageError("--pairs measures --speculative ngram, which is off")
-    with _engine(params) as (llm, path):
-        from loadtest.datasets import DATASETS
+    with engine_in_process(params) as (llm, path):
         from loadtest.offline import speculation, speculation_text, throughput, throughput_text, token_prompts
 
         tokenizer = cache(lambda: _tokenizer(params["tokenizer"] or path))
-        chains = DATASETS[params["dataset_name"]](bench_options.sampling(params), tokenizer)
+        chains = DATASETS[params["dataset"]](bench_options.sampling(params), tokenizer)
         prompts = token_prompts(chains, tokenizer, lambda chat: _rendered(params["tokenizer"] or path, path, chat))
         sampling = {"temperature": params["temperature"], "seed": params["seed"]}
         if params["pairs"] is None:
@@ -48,59 +49,71 @@ def throughput(**params: Any) -> None:
         else:
             fields = speculation(llm, prompts, pairs=params["pairs"], **sampling)
             click.echo(speculation_text(fields))
-        about = {"model_id": path.name, "dataset": params["dataset_name"], "seed": params["seed"]}
-        bench_options.write_json(params["output_json"], about | fields)
+        about = {"model_id": path.name, "dataset": params["dataset"], "seed": params["seed"]}
+        save_figures(about | fields, params["output_json"])
 
 
 @click.command()
 @options.model
-@click.option("--batch-size", type=bench_options.count, default=8, help="Sequences that run together.")
-@click.option("--input-len", type=bench_options.length, default=32, help="Prompt tokens of each.")
-@click.option("--output-len", type=bench_options.length, default=128, help="Tokens generated for each.")
-@click.option("--num-iters-warmup", type=click.IntRange(min=0), default=10, help="Batches before the measurement.")
-@click.option("--num-iters", type=bench_options.count, default=30, help="Batches measured.")
+@click.option("--batch-size", type=COUNT, default=8, help="Sequences that run together.")
+@click.option("--input-len", type=COUNT, default=32, help="Prompt tokens of each.")
+@click.option("--output-len", type=COUNT, default=128, help="Tokens generated for each.")
+@click.option("--num-iters-warmup", "warmups", type=click.IntRange(min=0), default=10, help="Batches before those.")
+@click.option("--num-iters", "iterations", type=COUNT, default=30, help="Batches measured.")
 @bench_options.output_json
-@options.together(options.revision, options.engine_settings)
+@options.revision
+@options.engine_settings
 def latency(**params: Any) -> None:
     """Measure MODEL without a server: one batch of random prompts, again and again.
 
     Options, print-out and result file are those of `vllm bench latency`.
     """
-    with _engine(params) as (llm, path):
+    with engine_in_process(params) as (llm, path):
         from loadtest.offline import latency, latency_text
 
-        fields = latency(
-            llm,
-            batch_size=params["batch_size"],
-            input_len=params["input_len"],
-            output_len=params["output_len"],
-            warmups=params["num_iters_warmup"],
-            iterations=params["num_iters"],
-        )
+        names = ("batch_size", "input_len", "output_len", "warmups", "iterations")
+        fields = latency(llm, **{name: params[name] for name in names})
         click.echo(latency_text(fields))
-        bench_options.write_json(params["output_json"], {"model_id": path.name} | fields)
+        save_figures({"model_id": path.name} | fields, params["output_json"])
 
 
-@contextmanager
-def _engine(params: Params) -> "Iterator[tuple[LLM, Path]]":
-    """The engine that the options ask for, and the model's path; what a person can mend becomes one line."""
-    from cli import settings
+# The ladder turns these itself; plain-torch attention on CUDA has no rungs of its own.
+_SWITCHES = ("scheduler", "reserve_full_length", "prefix_cache", "chunked_prefill", "cuda_graphs", "overlap")
+_FIXED = {"attention": "auto"}
 
-    settings.engine_config(params, Path())  # wrong settings are told before anything is loaded
-    from cli.run import Failed, clear_errors
-    from engine import LLM
+
+@click.command()
+@options.model
+@click.option("--num-prompts", "count", type=COUNT, default=64, help="Requests, all sent at once.")
+@click.option("--max-input-len", type=COUNT, default=1024, help="Cuts the prompts' own part.")
+@click.option("--max-output-len", type=COUNT, default=512, help="Cuts the answers; every max_tokens.")
+@click.option("--prefix-len", type=click.IntRange(min=0), default=128, help="Tokens of the common prefixes.")
+@click.option("--prefix-groups", type=COUNT, default=4, help="Prefixes; each prompt begins with one.")
+@bench_options.seed
+@click.option("--repeat", type=COUNT, default=3, help="Runs of each rung; medians are shown.")
+@click.option("--kv-tokens", type=COUNT, show_default="the whole pool", help="KV that a rung may use, in tokens.")
+@bench_options.output_json
+@options.engine_settings
+def ladder(model: str | None, **params: Any) -> None:
+    """Run one load on MODEL rung by rung: static batching, then one switch of the engine more on each rung.
+
+    Lengths are those of ShareGPT, ids are random, answers are greedy. Rungs that the device lacks are left out.
+    """
     from engine.hub import resolve_model
-    from engine.request import RequestRejected
-    from loadtest.records import LoadTestError
+    from loadtest.ladder import Load, climb, rungs
 
-    progress = sys.stderr.isatty()
-    try:
-        with clear_errors():
-            path = resolve_model(params["model"], revision=params["revision"], progress=progress)
-            further = asdict(settings.engine_config(params, path)) | {"model": path}
-            yield LLM(progress=progress, **further), path
-    except (LoadTestError, RequestRejected) as error:
-        raise Failed(str(error)) from error
+    for rung in rungs():  # wrong settings are told before anything is loaded
+        engine_config(params | rung.switches | _FIXED, Path())
+    with clear_errors():
+        path = resolve_model(model, progress=sys.stderr.isatty())
+        config = engine_config(params | rungs()[-1].switches | _FIXED, path)
+        how = {"repeat": params["repeat"], "kv_tokens": params["kv_tokens"]}
+        result = climb(config, record(Load, params), **how, report=partial(click.echo, err=True))
+    click.echo(ladder_table(result))
+    save_figures({"model_id": model or config.model.stem, **result}, params["output_json"])
+
+
+ladder.params = [param for param in ladder.params if param.name not in (*_SWITCHES, *_FIXED)]
 
 
 def _rendered(tokenizer_path: Path, model: Path, chat: "list[Message]") -> list[int]:

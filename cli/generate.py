@@ -4,19 +4,14 @@ Prompt, defaults, limits and text are the service's own, so that the answer is t
 """
 
 import asyncio
-import dataclasses
-import sys
 
 import click
 
-from cli import settings
 from cli.requests import chat_request, text_request
-from cli.run import Failed, clear_errors
+from cli.run import Failed, engine_in_process
 from cli.settings import Params
-from engine.hub import resolve_model
 from engine.llm import LLM
 from engine.messages import SequenceOutput
-from engine.request import RequestRejected
 from fulcrum.client import message
 from fulcrum.v1.inference_pb2 import GenerateResponse
 from service.auth import Caller
@@ -29,26 +24,16 @@ from service.validate import fit, plan
 
 def generate_text(text: str, params: Params) -> None:
     """Streams the answer to standard output. Raises Failed, ConfigError."""
-    progress = sys.stderr.isatty()
-    with clear_errors():
-        path = resolve_model(params["model"], revision=params["revision"], progress=progress)
-        config = settings.engine_config(params, path)
+    with engine_in_process(params) as (llm, path):
         served = ServedModel.load(
-            ServiceConfig(
-                model=path,
-                served_model_names=(path.name,),
-                chat_template=params["chat_template"],
-                tokenizer=params["tokenizer"],
-            )
+            ServiceConfig(path, (path.name,), chat_template=params["chat_template"], tokenizer=params["tokenizer"])
         )
-        further = {each.name: getattr(config, each.name) for each in dataclasses.fields(config) if each.name != "model"}
-        llm = LLM(path, progress=progress, **further)
-    try:
-        _stream(text, params, served, llm)
-    except (ApiError, RequestRejected) as error:
-        raise Failed(str(error)) from error
-    finally:
-        served.prompts.close()
+        try:
+            _stream(text, params, served, llm)
+        except ApiError as error:
+            raise Failed(str(error)) from error
+        finally:
+            served.prompts.close()
 
 
 def _stream(text: str, params: Params, served: ServedModel, llm: LLM) -> None:

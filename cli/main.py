@@ -3,19 +3,19 @@
 import secrets
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 
 from cli import options
-from cli.bench import bench
 
 # In a child: tells the parent where it serves, and ends when the parent does.
 _supervised = click.option("--supervised", is_flag=True, hidden=True)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(context_settings=options.CONTEXT)
 @click.version_option(version("fulcrum-llm"), prog_name="fulcrum")
 def main() -> None:
     """An LLM inference service: a streaming gRPC engine, and a gateway that speaks OpenAI's API.
@@ -101,9 +101,6 @@ def gateway(**params: Any) -> None:
 @options.engine_settings
 def generate(prompt: str | None, **params: Any) -> None:
     """Answer PROMPT (or what standard input holds) in the terminal, without a server."""
-    from cli import settings
-
-    settings.engine_config(params, Path())  # wrong settings are told before anything is loaded
     from cli.generate import generate_text
 
     generate_text(sys.stdin.read() if prompt in (None, "-") else str(prompt), params)
@@ -166,7 +163,17 @@ def trace(request_id: str | None, steps: Path | None, last: int | None, **connec
     run_trace(request_id, steps, last, connection)
 
 
-main.add_command(bench)
+@main.command(
+    add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench(arguments: tuple[str, ...]) -> None:
+    """Run load tests: of this server, or of any that speaks OpenAI's API."""
+    if missing := [name for name in ("numpy", "msgspec", "httptools", "httpx", "tqdm") if find_spec(name) is None]:
+        raise click.ClickException(f"{missing[0]} is missing: pip install 'fulcrum-llm[bench]'")
+    from cli.bench import bench as group
+
+    group.main(arguments, prog_name="fulcrum bench")
 
 
 @main.command("key")

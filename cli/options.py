@@ -75,6 +75,8 @@ def together(*decorators: Decorator[Any]) -> Decorator[Any]:
     return lambda command: reduce(lambda inner, outer: outer(inner), reversed(decorators), command)
 
 
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+
 existing_file = click.Path(exists=True, dir_okay=False, path_type=Path)
 port = click.IntRange(0, 65535)
 

@@ -6,9 +6,10 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -16,6 +17,9 @@ from cli import banner, logs, processes, settings
 from cli.child import ChildDied, Parent
 from cli.report import EngineReport
 from cli.settings import Params
+
+if TYPE_CHECKING:
+    from engine import LLM
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
@@ -160,11 +164,25 @@ def _fast_loop() -> LoopFactory:
 
 
 @contextlib.contextmanager
+def engine_in_process(params: Params) -> "Iterator[tuple[LLM, Path]]":
+    """The engine that the options ask for, in this process, and the model's path. Raises: Failed, ConfigError."""
+    settings.engine_config(params, Path())  # wrong settings are told before anything is loaded
+    from engine import LLM
+    from engine.hub import resolve_model
+
+    progress = sys.stderr.isatty()
+    with clear_errors():
+        path = resolve_model(params["model"], revision=params["revision"], progress=progress)
+        yield LLM(progress=progress, **asdict(settings.engine_config(params, path))), path
+
+
+@contextlib.contextmanager
 def clear_errors() -> Iterator[None]:
     """Turns what a person can mend into one line."""
     from engine.model.errors import ModelError
+    from engine.request import RequestRejected
 
     try:
         yield
-    except (ModelError, OSError) as error:
+    except (ModelError, RequestRejected, OSError) as error:
         raise Failed(str(error)) from error

@@ -44,7 +44,7 @@ class Sampling:
     oversample: bool = True
     random_input_len: int = 1024
     random_output_len: int = 128
-    range_ratio: tuple[float, float] = (0.0, 0.0)
+    range_ratio: float = 0.0
     random_prefix_len: int = 0
     block: int = 16
     prefixes: int = 64
@@ -70,6 +70,8 @@ def trace_rows(sampling: Sampling) -> Iterator[TraceRow]:
         input_len, output_len = (
             max(1, _whole(row[name], 0) * sampling.block // _TRACE_BLOCK) for name in ("input_length", "output_length")
         )
+        if sampling.output_len is not None:
+            output_len = sampling.output_len
         time, ids = float(row["timestamp"]) / 1000, tuple(_whole(each, 0) for each in row["hash_ids"])
         if not ids or not 0 <= time < math.inf:
             raise ValueError("no hash ids" if not ids else f"timestamp {time}")
@@ -139,8 +141,9 @@ def random_texts(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list
     words, generator = tokenizer(), np.random.default_rng(sampling.seed)
     ids, count = np.asarray(words.ids), sampling.count
     length = max(0, sampling.random_input_len - words.specials_added)
-    lows = [math.floor(size * (1 - ratio)) for size, ratio in _sizes(length, sampling)]
-    highs = [math.ceil(size * (1 + ratio)) for size, ratio in _sizes(length, sampling)]
+    sizes = (length, sampling.random_output_len)
+    lows = [math.floor(size * (1 - sampling.range_ratio)) for size in sizes]
+    highs = [math.ceil(size * (1 + sampling.range_ratio)) for size in sizes]
     if lows[0] + sampling.random_prefix_len < 1:
         raise LoadTestError("--random-input-len is too small for a prompt of one token")
     inputs = generator.integers(lows[0], highs[0] + 1, size=count)
@@ -173,9 +176,8 @@ def prefix_trace(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list
             if number not in blocks:
                 blocks[number] = random.Random(number).choices(COMMON_IDS, k=sampling.block)
             ids += blocks[number]
-        output = row.output_len if sampling.output_len is None else sampling.output_len
         prompt = ids[: row.input_len]
-        chains.append(Chain((Prompt(prompt, output, len(prompt)),), row.timestamp))
+        chains.append(Chain((Prompt(prompt, row.output_len, len(prompt)),), row.timestamp))
     return chains
 
 
@@ -272,10 +274,6 @@ def _texts_of_length(
             tries[i] += 1
             encode([i])
     return made
-
-
-def _sizes(input_len: int, sampling: Sampling) -> tuple[tuple[int, float], tuple[int, float]]:
-    return (input_len, sampling.range_ratio[0]), (sampling.random_output_len, sampling.range_ratio[1])
 
 
 def _oversampled(prompts: list[Prompt], sampling: Sampling) -> list[Chain]:

@@ -147,7 +147,7 @@ def main(folder: Path, check: bool) -> None:
             page.write_text(text, encoding="utf-8")
             return
         current = page.exists() and page.read_text(encoding="utf-8") == text
-    except (LoadTestError, OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise click.ClickException(str(error)) from error
     if not current:
         click.echo(f"{page.name} is not what its template and the result files make: python -m loadtest.docs", err=True)

@@ -75,7 +75,7 @@ def main(**arguments: Any) -> None:
     """Writes a folder with Qwen2.5's shape and tokenizer, and no weights."""
     try:
         write_model(**arguments)
-    except (OSError, LoadTestError) as error:
+    except OSError as error:
         raise click.ClickException(str(error)) from error
 
 

@@ -8,7 +8,6 @@ the Azure traces of Splitwise, ISCA 2024). A step takes 4 ms and 22 us a token, 
 import csv
 from collections.abc import Iterable
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,49 +16,33 @@ import numpy as np
 
 from engine.core import EngineCore
 from engine.request import Request, SamplingParams
-from engine.scheduler import Scheduler
-from loadtest.environment import environment
-from loadtest.prefix import NoModel
-from loadtest.report import save
+from loadtest.prefix import NoModel, scheduler_alone
+from loadtest.report import save_figures
 from loadtest.tables import ROWS, rows_table
 
 STEP_SECONDS, TOKEN_SECONDS = 4e-3, 22e-6
 FLOOD_AT = 60.0
-_LONGEST = 1 << 40  # neither window nor vocabulary bounds a run without a model
+_FILE = click.Path(exists=True, path_type=Path)
+Lengths = tuple[float, int, int]
+"""Arrival in seconds, tokens in, tokens out."""
 
 
-def read_lengths(path: Path, until: float = float("inf")) -> list[tuple[float, int, int]]:
-    """(arrival in seconds, tokens in, tokens out) of a trace's requests up to a time."""
+def read_lengths(path: Path, until: float = float("inf")) -> list[Lengths]:
+    """A trace's requests up to a time."""
     with path.open(newline="") as file:
         rows = [(float(at), max(1, int(tokens)), max(1, int(out))) for at, tokens, out in list(csv.reader(file))[1:]]
     return [row for row in rows if row[0] <= until]
 
 
-def queue_seconds(
-    light: Iterable[tuple[float, int, int]],
-    flood: Iterable[tuple[float, int, int]],
-    *,
-    apart: bool,
-    num_pages: int = 65_536,
-    max_num_seqs: int = 256,
-    max_num_batched_tokens: int = 1152,
-) -> list[float]:
+def queue_seconds(light: Iterable[Lengths], flood: Iterable[Lengths], *, apart: bool) -> list[float]:
     """Seconds from arrival to first step of each of the light tenant's requests.
 
     Args:
-        light: (arrival, tokens in, tokens out).
-        flood: the same; they all arrive at FLOOD_AT.
+        flood: all arrive at FLOOD_AT.
         apart: whether they are tenants of their own, or one.
     """
-    scheduler = Scheduler(
-        num_pages=num_pages,
-        page_size=16,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=_LONGEST,
-        vocab_size=_LONGEST,
-        eos_token_ids=(),
-        prefix_cache=False,
+    scheduler = scheduler_alone(
+        num_pages=65_536, page_size=16, max_num_seqs=256, max_num_batched_tokens=1152, prefix_cache=False
     )
     core, params = EngineCore(scheduler, NoModel()), SamplingParams(temperature=0.0, seed=0)
     coming = [(at, f"light-{number}", tokens, out) for number, (at, tokens, out) in enumerate(light)]
@@ -80,11 +63,17 @@ def queue_seconds(
     return waited
 
 
-def compare(light: list[tuple[float, int, int]], flood: list[tuple[float, int, int]]) -> list[dict[str, Any]]:
-    """A row of JSON fields each: the light tenant alone, in one queue with the flood, and as a tenant of its own."""
-    rows = []
+@click.command()
+@click.option("--light", "light_file", type=_FILE, required=True, help="Trace of the light tenant.")
+@click.option("--flood", "flood_file", type=_FILE, required=True, help="Trace of the flood.")
+@click.option("--seconds", type=float, default=300.0, help="Of the light trace.")
+@click.option("--output-json", type=click.Path(path_type=Path), help="Also write the figures here.")
+def main(light_file: Path, flood_file: Path, seconds: float, output_json: Path | None) -> None:
+    """Show how long a light tenant's requests wait beside a flood."""
+    light, flood = read_lengths(light_file, seconds), read_lengths(flood_file)
+    rows: list[dict[str, Any]] = []
     for name, beside, apart in (
-        ("light alone", list[tuple[float, int, int]](), True),
+        ("light alone", [], True),
         ("one queue for all", flood, False),
         ("fair between tenants", flood, True),
     ):
@@ -92,21 +81,9 @@ def compare(light: list[tuple[float, int, int]], flood: list[tuple[float, int, i
         p50, p99 = np.percentile(waited, (50, 99)).tolist()
         figures = {"queued_p50_s": p50, "queued_p99_s": p99, "queued_max_s": max(waited)}
         rows.append({"tenants": name, "light_requests": len(light), "flood_requests": len(beside)} | figures)
-    return rows
-
-
-@click.command()
-@click.option("--light", type=click.Path(exists=True, path_type=Path), required=True, help="Trace of the light tenant.")
-@click.option("--flood", type=click.Path(exists=True, path_type=Path), required=True, help="Trace of the flood.")
-@click.option("--seconds", type=float, default=300.0, help="Of the light trace.")
-@click.option("--output-json", type=click.Path(path_type=Path), help="Also write the figures here.")
-def main(light: Path, flood: Path, seconds: float, output_json: Path | None) -> None:
-    """Show how long a light tenant's requests wait beside a flood."""
-    rows = compare(read_lengths(light, seconds), read_lengths(flood))
     click.echo(rows_table(rows, ROWS["fairness"]))
-    if output_json is not None:
-        fields = {"kind": "fairness", "files": [light.name, flood.name], "seconds": seconds, "rows": rows}
-        save({"date": datetime.now().strftime("%Y%m%d-%H%M%S")} | fields | environment(), output_json)
+    fields = {"kind": "fairness", "files": [light_file.name, flood_file.name], "seconds": seconds, "rows": rows}
+    save_figures(fields, output_json)
 
 
 if __name__ == "__main__":

@@ -3,19 +3,17 @@
 import math
 import multiprocessing
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing import connection
-from multiprocessing.process import BaseProcess
-from typing import Any, cast
+from multiprocessing.context import SpawnProcess
+from typing import cast
 
 from loadtest.records import Chain, LoadTestError, Record, Target, WorkerUsage
-from loadtest.worker import Share, work
+from loadtest.worker import TICK, Board, Report, Share, work
 
-_START_IN = 0.1  # seconds from the word to start to the start, so that all workers have heard it
+_START_IN = 2.5 * TICK  # so that all workers have seen when the start is
 _END_IN = 30.0
 
 
@@ -28,19 +26,19 @@ class Load:
         max_concurrency: most chains under way at once, over all workers.
         warmups: requests sent before the start.
         workers: processes; never more than max_concurrency.
-        seconds: from the start, after which a worker under max_concurrency begins no further chain; None: all are sent.
-        give_up: seconds after which all is left as it is, as after Ctrl-C; None: never.
+        seconds: from the start, after which a worker under max_concurrency begins no further chain.
+        give_up: seconds after which all is left as it is, as after Ctrl-C.
     """
 
     times: Sequence[float]
     max_concurrency: int | None = None
     warmups: int = 0
     workers: int = 1
-    seconds: float | None = None
-    give_up: float | None = None
+    seconds: float = math.inf
+    give_up: float = math.inf
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """What came of a load.
 
@@ -52,20 +50,11 @@ class Outcome:
         warmup_errors: of each warm-up that failed.
     """
 
-    records: list[Record]
-    duration: float
-    usages: list[WorkerUsage]
-    interrupted: bool
-    warmup_errors: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    """A worker process: what is said to it, and what it reports."""
-
-    process: BaseProcess
-    words: connection.Connection
-    reports: connection.Connection
+    records: list[Record] = field(default_factory=list)
+    duration: float = 0.0
+    usages: list[WorkerUsage] = field(default_factory=list)
+    interrupted: bool = False
+    warmup_errors: list[str] = field(default_factory=list)
 
 
 def generate(target: Target, chains: Sequence[Chain], load: Load, progress: Callable[[int], object]) -> Outcome:
@@ -77,128 +66,92 @@ def generate(target: Target, chains: Sequence[Chain], load: Load, progress: Call
     Raises: LoadTestError when a worker dies.
     """
     context = multiprocessing.get_context("spawn")
-    taken = context.Value("q", 0)
-    workers: list[_Worker] = []
+    board, outcome, interrupts = Board(context), Outcome(), list[int]()
+    processes: dict[connection.Connection, SpawnProcess] = {}
+    former = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the workers inherit: Ctrl-C is ours
     try:
-        with _interrupts_noted() as noted:
-            for share in _shares(target, chains, load):
-                (heard, words), (reports, told) = context.Pipe(duplex=False), context.Pipe(duplex=False)
-                process = context.Process(target=work, args=(share, taken, heard, told), daemon=True)
-                process.start()
-                heard.close()
-                told.close()
-                workers.append(_Worker(process, words, reports))
-        return _supervise(workers, progress, math.inf if load.give_up is None else load.give_up, noted)
-    finally:
-        for worker in workers:
-            worker.words.close()  # which ends a worker that still runs
-            worker.reports.close()
-        for worker in workers:
-            worker.process.join(_END_IN)
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
-
-
-@contextmanager
-def _interrupts_noted() -> Iterator[list[int]]:
-    """Within it Ctrl-C is only noted, in the list, and blocked in processes that start (which ignore it soon)."""
-    noted: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield noted  # which no Ctrl-C interrupts
-        return
-    former = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield noted
+        for share in _shares(target, chains, load):
+            reports, reply = context.Pipe(duplex=False)
+            processes[reports] = context.Process(target=work, args=(share, board, reply), daemon=True)
+            processes[reports].start()
+            reply.close()  # so that its end is seen
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _supervise(processes, board, outcome, load, interrupts=interrupts, progress=progress)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, former)
+        board.stop.set()
+        for process in processes.values():
+            process.join(_END_IN)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    outcome.records.sort(key=lambda record: (record.chain, record.turn))
+    return outcome
+
+
+def _supervise(
+    processes: Mapping[connection.Connection, SpawnProcess],
+    board: Board,
+    outcome: Outcome,
+    load: Load,
+    *,
+    interrupts: Sequence[int],
+    progress: Callable[[int], object],
+) -> None:
+    """Starts the load when all are warm, and gathers their reports. Raises: LoadTestError, KeyboardInterrupt."""
+    working, ended = dict(processes), 0
+    began = end = time.perf_counter()
+    while working:
+        for pipe in connection.wait(list(working), TICK):
+            _take(outcome, cast(connection.Connection, pipe), working)
+        now, start = time.perf_counter(), board.start.value
+        if not start and board.warm.value == len(processes):
+            board.start.value = now + _START_IN
+        if not outcome.interrupted and (interrupts or now > (start or began) + load.give_up):
+            outcome.interrupted, end = True, now
+            board.stop.set()
+        if len(interrupts) > 1:
+            raise KeyboardInterrupt
+        progress(board.ended.value - ended)
+        ended = board.ended.value
+    if not outcome.interrupted:
+        end = max((record.start + record.latency for record in outcome.records), default=began)
+    outcome.duration = max(end - (board.start.value or end), 1e-9)
+
+
+def _take(outcome: Outcome, pipe: connection.Connection, working: dict[connection.Connection, SpawnProcess]) -> None:
+    """Adds the report that has come. Raises: LoadTestError where instead of it the worker has ended."""
+    process = working.pop(pipe)
+    try:
+        report: Report = pipe.recv()
+    except EOFError as error:
+        process.join(_END_IN)
+        raise LoadTestError(f"a worker process ended with status {process.exitcode}") from error
+    outcome.records += report.records
+    outcome.usages.append(report.usage)
+    outcome.warmup_errors += report.warmup_errors
 
 
 def _shares(target: Target, chains: Sequence[Chain], load: Load) -> list[Share]:
-    jobs = [(number, due, chain) for number, (due, chain) in enumerate(zip(load.times, chains, strict=True))]
+    jobs = tuple((number, due, chain) for number, (due, chain) in enumerate(zip(load.times, chains, strict=True)))
     limit = load.max_concurrency
     count = min(load.workers, limit or len(jobs), len(jobs))
-    shares = []
-    for worker in range(count):
-        # Under a limit any worker may take any chain, so that none idles while another has a queue.
-        own = limit is None or count == 1
-        shares.append(
-            Share(
-                target,
-                tuple(jobs[worker::count] if own else jobs),
-                own,
-                None if limit is None else _part(limit, worker, count),
-                _part(load.warmups, worker, count),
-                math.inf if load.seconds is None else load.seconds,
-            )
+    # Under a limit any worker may take any chain, so that none idles while another has a queue.
+    own = limit is None or count == 1
+    return [
+        Share(
+            target,
+            chains=jobs[worker::count] if own else jobs,
+            own=own,
+            slots=None if limit is None else _part(limit, worker, count),
+            warmups=_part(load.warmups, worker, count),
+            seconds=load.seconds,
         )
-    return shares
+        for worker in range(count)
+    ]
 
 
 def _part(whole: int, worker: int, count: int) -> int:
     return whole // count + (worker < whole % count)
-
-
-def _supervise(
-    workers: Sequence[_Worker], progress: Callable[[int], object], give_up: float, noted: Sequence[int]
-) -> Outcome:
-    records: list[Record] = []
-    usages: list[WorkerUsage] = []
-    warmup_errors: list[str] = []
-    interrupted = False
-    start = end = time.perf_counter()
-    ready = counted = 0
-    open_ones = {worker.reports: worker for worker in workers}
-    while open_ones:
-        try:
-            if noted and not interrupted:
-                raise KeyboardInterrupt
-            left = start + give_up - time.perf_counter()
-            pipes = connection.wait(list(open_ones), None if interrupted or math.isinf(left) else max(0.0, left))
-            if not pipes:
-                raise KeyboardInterrupt
-            for pipe in pipes:
-                worker = open_ones[cast(connection.Connection, pipe)]
-                match _receive(worker):
-                    case ("ready", list(errors)):
-                        ready += 1
-                        warmup_errors += errors
-                        if ready == len(workers) and not interrupted:
-                            start = time.perf_counter() + _START_IN
-                            _tell(workers, start)
-                    case ("result", list(some), WorkerUsage() as usage):
-                        records += some
-                        usages.append(usage)
-                        del open_ones[worker.reports]
-                    case int(count):
-                        counted += count
-                        progress(count)
-        except KeyboardInterrupt:
-            if interrupted:
-                raise
-            interrupted = True
-            end = time.perf_counter()
-            _tell(open_ones.values(), None)
-    progress(len(records) - counted)
-    if not interrupted:
-        end = max((record.start + record.latency for record in records), default=start)
-    records.sort(key=lambda record: (record.chain, record.turn))
-    return Outcome(records, max(end - start, 1e-9), usages, interrupted, warmup_errors)
-
-
-def _receive(worker: _Worker) -> Any:
-    try:
-        return worker.reports.recv()
-    except EOFError as error:
-        worker.process.join(_END_IN)
-        raise LoadTestError(f"a worker process ended with status {worker.process.exitcode}") from error
-
-
-def _tell(workers: Iterable[_Worker], word: float | None) -> None:
-    for worker in workers:
-        try:
-            worker.words.send(word)
-        except BrokenPipeError:
-            continue  # it is ending; what it sent before is still to be read

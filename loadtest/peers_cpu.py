@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +20,7 @@ from loadtest.datasets import Sampling
 from loadtest.environment import environment
 from loadtest.programs import answer, program, say
 from loadtest.records import LoadTestError, Target
-from loadtest.report import check_folder, result_json, save
+from loadtest.report import check_folder, result_json, save_figures
 from loadtest.serve import LoadTest
 from loadtest.suite_server import serving
 from loadtest.tables import ROWS, rows_table
@@ -164,21 +163,17 @@ def main(model: str, llama_python: Path | None, transformers_python: Path | None
             if transformers_python:
                 peers.append(stack.enter_context(transformers(transformers_python, model, shape, threads, dtype)))
             rows = rounds(peers, counts, repeat)
-        about = environment()
         versions = {peer.label.split()[0]: peer.version for peer in peers if peer.version}
         fields = {
             "kind": "peers",
-            "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
             "model_id": Path(model).name,
             "settings": f"{shape.input_len} tokens in, {shape.output_len} out; {threads} threads; median of {repeat}",
             "rows": rows,
-            **about,
-            "versions": {**about["versions"], **versions},
+            "versions": environment()["versions"] | versions,
         }
         click.echo(rows_table(rows, ROWS["peers"]))
-        if params["output_json"]:
-            save(fields, params["output_json"])
-    except (LoadTestError, OSError) as error:  # the latter: a program that cannot be started, or has ended
+        save_figures(fields, params["output_json"])
+    except OSError as error:  # a program that cannot be started, or has ended
         raise click.ClickException(str(error)) from error
 
 

@@ -9,8 +9,10 @@ from engine.request import Request, RequestRejected, SamplingParams
 from engine.scheduler import WATERMARK, Scheduler
 from engine.step import Step, StepResult
 from loadtest.records import LoadTestError
-from loadtest.trace import GENERATED, Hits, TraceRequest, hit_fields
+from loadtest.trace import GENERATED, Hits, TraceRequest, hit_row
 from loadtest.vllm_cache import vllm_hits
+
+_ANY = 1 << 40  # neither window nor vocabulary bounds a run without a model
 
 
 class NoModel:
@@ -23,6 +25,11 @@ class NoModel:
     def collect(self, launched: StepResult) -> StepResult:
         """What `launch` brought."""
         return launched
+
+
+def scheduler_alone(**settings: Any) -> Scheduler:
+    """A scheduler for requests of any length."""
+    return Scheduler(max_model_len=_ANY, vocab_size=_ANY, eos_token_ids=(), **settings)
 
 
 def simulated_hits(
@@ -41,20 +48,15 @@ def simulated_hits(
 
     Raises: RequestRejected when a request is larger than the pool.
     """
-    longest = 1 << 40  # neither window nor vocabulary bounds a run without a model
-    policy: dict[str, Any] = {"look_ahead": 0, "watermark": 0} if as_vllm else {}
-    scheduler = Scheduler(
+    scheduler = scheduler_alone(
         num_pages=num_pages - as_vllm,
         page_size=page_size,
         max_num_seqs=concurrency,
         max_num_batched_tokens=max_batched_tokens,
-        max_model_len=longest,
-        vocab_size=longest,
-        eos_token_ids=(),
-        **policy,
+        **({"look_ahead": 0, "watermark": 0} if as_vllm else {}),
     )
-    core, coming, live, added = EngineCore(scheduler, NoModel()), iter(requests), 0, 0
-    params = SamplingParams(temperature=0.0, seed=0)
+    core, params, coming = EngineCore(scheduler, NoModel()), SamplingParams(temperature=0.0, seed=0), iter(requests)
+    live = added = 0
     while True:
         while live < concurrency and (request := next(coming, None)) is not None:
             scheduler.add(Request(str(added), request.prompt, replace(params, max_tokens=request.output_len)))
@@ -67,36 +69,29 @@ def simulated_hits(
 
 
 def simulate(
-    requests: Sequence[TraceRequest],
-    *,
-    page_sizes: Sequence[int],
-    pools: Sequence[int | None],
-    concurrency: int,
-    max_batched_tokens: int,
+    requests: Sequence[TraceRequest], page_sizes: Sequence[int], pools: Sequence[int | None], **loop: int
 ) -> list[dict[str, Any]]:
     """One row of JSON fields for each page size and pool (tokens; None: ample), with the references' rates beside ours.
 
     "same_policy_hit_rate" is ours with vLLM's policy of admission: what is left to differ is the accounting.
 
+    Args:
+        loop: concurrency and max_batched_tokens.
+
     Raises: LoadTestError when a request is larger than a pool.
     """
     prompts, rows = [request.prompt for request in requests], []
-    loop = {"concurrency": concurrency, "max_batched_tokens": max_batched_tokens}
     for page_size in page_sizes:
         for pool in pools:
-            num_pages = _ample(requests, page_size) if pool is None else pool // page_size
-            pages: dict[str, Any] = {"num_pages": num_pages, "page_size": page_size, **loop}
+            pages = {"num_pages": _ample(requests, page_size) if pool is None else pool // page_size}
+            pages |= {"page_size": page_size, **loop}
             try:
-                ours = simulated_hits(requests, **pages)
-                same = simulated_hits(requests, as_vllm=True, **pages)
+                ours, same = (simulated_hits(requests, as_vllm=as_vllm, **pages) for as_vllm in (False, True))
             except RequestRejected as error:
                 raise LoadTestError(f"a pool of {pool} tokens is too small: {error}") from error
-            reference = vllm_hits(requests, num_blocks=num_pages, block_size=page_size, **loop)
-            rows.append(
-                {"page_size": page_size, "pool_tokens": pool, "num_pages": num_pages}
-                | hit_fields(ours, prompts, page_size, None if pool is None else num_pages)
-                | {"same_policy_hit_rate": same.rate, "vllm_rules_hit_rate": reference.rate}
-            )
+            theirs = vllm_hits(requests, **pages)
+            rates = {"same_policy_hit_rate": same.rate, "vllm_rules_hit_rate": theirs.rate}
+            rows.append(hit_row(ours, prompts, page_size, pool) | rates)
     return rows
 
 

@@ -11,49 +11,40 @@ import numpy as np
 from loadtest.records import Chain, LoadTestError, Record
 from loadtest.serve import LoadTest
 from loadtest.tokens import RemoteTokenizer
-from loadtest.trace import Hits, hit_fields
+from loadtest.trace import Hits, hit_row
 
 
-def served_trace(test: LoadTest, page_size: int, pool: int | None) -> dict[str, Any]:
-    """Sends a data set of token ids: a row of JSON fields (see `trace.hit_fields`).
+def served_trace(test: LoadTest, page_size: int, pool: int | None, flush: Callable[[], object]) -> dict[str, Any]:
+    """Sends a data set of token ids. JSON fields: "rows", a single one (see `trace.hit_row`).
 
     Args:
         pool: KV tokens that the server has, where that is known.
+        flush: called before.
 
     Raises: LoadTestError when a request failed.
     """
     chains = test.chains()
-    hits = _hits(_sent(test, chains))
-    prompts = [
-        [token for token in prompt.content if isinstance(token, int)] for chain in chains for prompt in chain.prompts
-    ]
-    pages = None if pool is None else pool // page_size
-    row = {"page_size": page_size, "pool_tokens": pool, "num_pages": pages}
-    return row | hit_fields(hits, prompts, page_size, pages)
+    flush()
+    prompts = [prompt.content for chain in chains for prompt in chain.prompts]
+    return {"rows": [hit_row(_hits(_sent(test, chains)), prompts, page_size, pool)]}  # type: ignore[arg-type]
 
 
-def served_chats(test: LoadTest, page_size: int, pool: int | None, before: Callable[[], object]) -> dict[str, Any]:
+def served_chats(test: LoadTest, page_size: int, pool: int | None, flush: Callable[[], object]) -> dict[str, Any]:
     """Sends chats twice, turn by turn: cold, each request with a salt of its own; and warm, with one salt for all.
 
-    A row of JSON fields as of a trace, for the warm pass; and "turns", with the TTFT of both.
-
-    Args:
-        before: called before each pass.
+    JSON fields: "turns", with the TTFT of both; "rows" as of a trace, for the warm pass. `flush` is called before each.
 
     Raises: LoadTestError when a request failed.
     """
-    chains = test.chains()
-    before()
+    chains, common = test.chains(), uuid.uuid4().hex
+    flush()
     cold = _sent(test, [_salted(chain, lambda: uuid.uuid4().hex) for chain in chains])
-    before()
-    common = uuid.uuid4().hex
+    flush()
     warm = _sent(test, [_salted(chain, lambda: common) for chain in chains])
     chats = [prompt.content for chain in chains for prompt in chain.prompts]
     prompts = RemoteTokenizer(test.target).encode_chats(chats)  # type: ignore[arg-type]
-    pages = None if pool is None else pool // page_size
     turns = [_turn(turn, cold, warm) for turn in sorted({record.turn for record in warm})]
-    row = {"page_size": page_size, "pool_tokens": pool, "num_pages": pages}
-    return row | hit_fields(_hits(warm), prompts, page_size, pages) | {"turns": turns}
+    return {"turns": turns, "rows": [hit_row(_hits(warm), prompts, page_size, pool)]}
 
 
 def _turn(turn: int, cold: Sequence[Record], warm: Sequence[Record]) -> dict[str, Any]:
@@ -74,13 +65,13 @@ def _salted(chain: Chain, salt: Callable[[], str]) -> Chain:
     return replace(chain, prompts=tuple(replace(prompt, salt=salt()) for prompt in chain.prompts))
 
 
-def _sent(test: LoadTest, chains: Sequence[Chain]) -> list[Record]:
+def _sent(test: LoadTest, chains: Sequence[Chain]) -> Sequence[Record]:
     run = test.run(chains)
     if run.unfinished:
         raise LoadTestError(f"interrupted: {run.unfinished} requests did not end")
     if errors := [record.error for record in run.records if record.error]:
         raise LoadTestError(f"{len(errors)} requests failed: {errors[0]}")
-    return list(run.records)
+    return run.records
 
 
 def _hits(records: Sequence[Record]) -> Hits:

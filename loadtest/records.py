@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import click
+
 Message = dict[str, str]
 Content = str | list[int] | list[Message]
 """A text, token ids, or the messages of a chat ({"role", "content"})."""
@@ -106,5 +108,5 @@ class WorkerUsage:
     busy: float
 
 
-class LoadTestError(Exception):
-    """A load test cannot be run as it was asked for; the message is for the person who asked."""
+class LoadTestError(click.ClickException):
+    """A load test cannot be run as it was asked for; the message is for the person who asked: a command prints it."""

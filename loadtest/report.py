@@ -5,9 +5,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import click
+
+from loadtest.environment import environment
 from loadtest.metrics import VOID_BELOW, Result
 from loadtest.records import LoadTestError, Record, WorkerUsage
 
@@ -182,6 +186,13 @@ def save(fields: Mapping[str, Any], path: Path) -> None:
         path.write_text(json.dumps(fields) + "\n", encoding="utf-8")
     except OSError as error:
         raise LoadTestError(f"{path} cannot be written: {error}") from error
+
+
+def save_figures(fields: Mapping[str, Any], path: Path | None) -> None:
+    """Writes figures, if a path is given, with date, machine, commit and command beside them. Raises: LoadTestError."""
+    if path is not None:
+        save({"date": datetime.now().strftime("%Y%m%d-%H%M%S"), **environment(), **fields}, path)
+        click.echo(f"Saved {path}", err=True)
 
 
 def _row(lines: list[str], label: str, value: float | None) -> None:

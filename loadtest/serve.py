@@ -53,8 +53,8 @@ class LoadTest:
     label: str | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     progress: bool = True
-    seconds: float | None = None
-    give_up: float | None = None
+    seconds: float = math.inf
+    give_up: float = math.inf
 
     def __post_init__(self) -> None:
         chat = self.target.backend == "openai-chat"

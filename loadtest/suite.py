@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import click
 
 from loadtest.datasets import Sampling
+from loadtest.options import COUNT, POSITIVE, POSITIVE_OR_INF
 from loadtest.records import Chain, LoadTestError
 from loadtest.report import check_folder, result_json, save, warnings
 from loadtest.serve import LoadTest
@@ -137,7 +138,7 @@ class Suite:
             workers=self.workers,
             tokenizer_path=self.model if (self.model / "tokenizer.json").exists() else None,
             progress=False,
-            seconds=self.seconds if mixed else None,
+            seconds=self.seconds if mixed else math.inf,
         )
         chains = chains_of(row, test)
         before = server.counters()
@@ -201,12 +202,6 @@ def _ended(signum: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + signum)
 
 
-def _positive(ctx: click.Context, param: click.Parameter, value: float) -> float:
-    if not value > 0 or (math.isinf(value) and param.name != "time_limit"):
-        raise click.BadParameter(f"{value} is no number above 0", ctx, param)
-    return value
-
-
 @click.command()
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("server_options", nargs=-1)
@@ -215,28 +210,11 @@ def _positive(ctx: click.Context, param: click.Parameter, value: float) -> float
 )
 @click.option("--result-dir", type=click.Path(file_okay=False, path_type=Path), required=True)
 @click.option("--sharegpt", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="File of the sg rows.")
-@click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Runs; medians are compared.")
-@click.option(
-    "--seconds",
-    type=float,
-    callback=_positive,
-    default=300.0,
-    show_default=True,
-    help="How long card24 begins requests.",
-)
-@click.option(
-    "--time-limit",
-    type=float,
-    callback=_positive,
-    default=float("inf"),
-    help="Seconds for all, servers' starts included.",
-)
-@click.option(
-    "--start-seconds", type=float, callback=_positive, default=300.0, show_default=True, help="For a server's start."
-)
-@click.option(
-    "--workers", type=click.IntRange(min=1), default=max(1, min(4, (os.cpu_count() or 1) // 4)), show_default=True
-)
+@click.option("--repeat", type=COUNT, default=1, show_default=True, help="Runs; medians are compared.")
+@click.option("--seconds", type=POSITIVE, default=300.0, show_default=True, help="How long card24 begins requests.")
+@click.option("--time-limit", type=POSITIVE_OR_INF, default=math.inf, help="Seconds for all, servers' starts included.")
+@click.option("--start-seconds", type=POSITIVE, default=300.0, show_default=True, help="For a server's start.")
+@click.option("--workers", type=COUNT, default=max(1, min(4, (os.cpu_count() or 1) // 4)), show_default=True)
 @click.option("--reference", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=REFERENCE)
 @click.option("--commit", help="For the result files, where this is a copy without git.")
 @click.option("--gate", "gated", is_flag=True, help="Say which of the project's targets are met.")
@@ -245,16 +223,13 @@ def main(
 ) -> None:
     """Measure `fulcrum serve MODEL --load-format dummy SERVER_OPTIONS`. Exit status 1 when a row failed."""
     signal.signal(signal.SIGTERM, _ended)  # so that the server ends too
-    try:
-        rows, reference = select(names), read_result(params["reference"])
-        if params["sharegpt"] is None and any(row.dataset == "sharegpt" for row in rows):
-            raise LoadTestError("the sg rows need --sharegpt FILE")
-        compared = {row.compared_with for row in rows if row.compared_with}
-        if missing := compared - reference_rates(reference).keys():
-            raise LoadTestError(f"{params['reference']} has no rate of {', '.join(sorted(missing))}")
-        check_folder(result_dir)
-    except LoadTestError as error:
-        raise click.ClickException(str(error)) from error
+    rows, reference = select(names), read_result(params["reference"])
+    if params["sharegpt"] is None and any(row.dataset == "sharegpt" for row in rows):
+        raise LoadTestError("the sg rows need --sharegpt FILE")
+    compared = {row.compared_with for row in rows if row.compared_with}
+    if missing := compared - reference_rates(reference).keys():
+        raise LoadTestError(f"{params['reference']} has no rate of {', '.join(sorted(missing))}")
+    check_folder(result_dir)
     suite = Suite(
         model=model,
         options=server_options,

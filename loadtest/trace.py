@@ -5,8 +5,9 @@ token, whose logits are wanted: floor(min(run, n - 1) / page) * page tokens of a
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from loadtest.datasets import Sampling, trace_rows
@@ -40,36 +41,28 @@ class PageNames:
     """Numbers for pages: equal ones for equal tokens after equal pages. Exact, where an engine hashes."""
 
     def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
+        self._size = page_size
         self._names: dict[tuple[int, tuple[int, ...]], int] = {}
 
-    def extend(self, names: list[int], tokens: Sequence[int]) -> None:
-        """Appends the names of the full pages of `tokens` that `names` does not reach yet."""
-        for end in range((len(names) + 1) * self.page_size, len(tokens) + 1, self.page_size):
-            key = (names[-1] if names else -1, tuple(tokens[end - self.page_size : end]))
+    def extend(self, names: list[int], tokens: Sequence[int]) -> list[int]:
+        """Appends the names of the full pages of `tokens` that `names` does not reach yet; returns it."""
+        for end in range((len(names) + 1) * self._size, len(tokens) + 1, self._size):
+            key = (names[-1] if names else -1, tuple(tokens[end - self._size : end]))
             names.append(self._names.setdefault(key, len(self._names)))
-
-    def of(self, tokens: Sequence[int]) -> list[int]:
-        """The names of all full pages."""
-        names: list[int] = []
-        self.extend(names, tokens)
         return names
 
 
-def read_trace(sampling: Sampling, *, max_tokens: int | None = None) -> list[TraceRequest]:
+def read_trace(sampling: Sampling) -> list[TraceRequest]:
     """The first `count` requests of a trace file (see `datasets.prefix_trace`), for runs without a model.
 
     Every token of a block is the block's hash id + 1: what is equal or differs is what the trace says.
-
-    Args:
-        max_tokens: of every request, instead of the trace's own output lengths.
 
     Raises: LoadTestError.
     """
     return [
         TraceRequest(
             tuple(hash_id + 1 for hash_id in row.hash_ids for _ in range(sampling.block))[: row.input_len],
-            max_tokens or row.output_len,
+            row.output_len,
         )
         for row in trace_rows(sampling)
     ]
@@ -83,9 +76,9 @@ def ideal(prompts: Iterable[Sequence[int]], page_size: int, pages: int | None = 
     names, cached = PageNames(page_size), OrderedDict[int, None]()
     queried = found = 0
     for prompt in prompts:
-        keys = names.of(prompt)
+        keys = names.extend([], prompt)
         queried += len(prompt)
-        found += page_size * sum(1 for _ in _run(keys[: (len(prompt) - 1) // page_size], cached))
+        found += page_size * len([*takewhile(cached.__contains__, keys[: (len(prompt) - 1) // page_size])])
         for key in reversed(keys):
             cached[key] = None
             cached.move_to_end(key)
@@ -94,20 +87,16 @@ def ideal(prompts: Iterable[Sequence[int]], page_size: int, pages: int | None = 
     return Hits(queried, found)
 
 
-def _run(keys: Sequence[int], cached: OrderedDict[int, None]) -> Iterator[int]:
-    for key in keys:
-        if key not in cached:
-            return
-        yield key
-
-
-def hit_fields(hits: Hits, prompts: Sequence[Sequence[int]], page_size: int, pages: int | None) -> dict[str, Any]:
-    """JSON fields of a hit rate, with those of an infinite cache and (where `pages` is known) of an LRU beside it."""
-    limited = None if pages is None else ideal(prompts, page_size, pages).rate
+def hit_row(hits: Hits, prompts: Sequence[Sequence[int]], page_size: int, pool: int | None) -> dict[str, Any]:
+    """JSON fields of a hit rate, with those of an infinite cache and (of a pool of so many tokens) of an LRU beside."""
+    pages = None if pool is None else pool // page_size
     return {
+        "page_size": page_size,
+        "pool_tokens": pool,
+        "num_pages": pages,
         "queried_tokens": hits.queried,
         "cached_tokens": hits.cached,
         "hit_rate": hits.rate,
         "ideal_hit_rate": ideal(prompts, page_size).rate,
-        "lru_hit_rate": limited,
+        "lru_hit_rate": None if pages is None else ideal(prompts, page_size, pages).rate,
     }

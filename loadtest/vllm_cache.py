@@ -99,20 +99,20 @@ class VllmCache:
 
 
 def vllm_hits(
-    requests: Iterable[TraceRequest], *, num_blocks: int, block_size: int, concurrency: int, max_batched_tokens: int
+    requests: Iterable[TraceRequest], *, num_pages: int, page_size: int, concurrency: int, max_batched_tokens: int
 ) -> Hits:
     """Replays a trace, `concurrency` requests at a time, the next one as soon as one has ended.
 
     Raises: LoadTestError when a request is larger than the pool.
     """
-    cache, coming = VllmCache(num_blocks, block_size), iter(requests)
+    cache, coming = VllmCache(num_pages, page_size), iter(requests)
     waiting, running = deque[_Sequence](), list[_Sequence]()
     queried = cached = 0
     while True:
         while len(waiting) + len(running) < concurrency and (request := next(coming, None)) is not None:
             length, end = len(request.prompt), len(request.prompt) + request.output_len
-            if end > (num_blocks - 1) * block_size:
-                raise LoadTestError(f"a request of {end} tokens is larger than {num_blocks - 1} blocks of {block_size}")
+            if end > (num_pages - 1) * page_size:
+                raise LoadTestError(f"a request of {end} tokens is larger than {num_pages - 1} blocks of {page_size}")
             waiting.append(_Sequence(list(request.prompt), length, end))
         if not waiting and not running:
             return Hits(queried, cached)

@@ -52,7 +52,7 @@ def parsed(*arguments):
         (
             "random",
             ["--random-input-len=64", "--random-output-len=32", "--random-range-ratio=0.4", "--random-prefix-len=10"],
-            {"random_input_len": 64, "random_output_len": 32, "range_ratio": (0.4, 0.4), "random_prefix_len": 10},
+            {"random_input_len": 64, "random_output_len": 32, "range_ratio": 0.4, "random_prefix_len": 10},
         ),
         ("sharegpt", [], {}),
         ("sharegpt", ["--sharegpt-output-len=50"], {"output_len": 50}),

@@ -36,9 +36,9 @@ def trace(tmp_path):
 
 def test_pages_are_named_by_all_before_them():
     names = PageNames(2)
-    assert names.of([1, 2, 3, 4, 5]) == [0, 1]
-    assert names.of([1, 2, 3, 3]) == [0, 2]
-    assert names.of([3, 4]) == [3]
+    assert names.extend([], [1, 2, 3, 4, 5]) == [0, 1]
+    assert names.extend([], [1, 2, 3, 3]) == [0, 2]
+    assert names.extend([], [3, 4]) == [3]
 
 
 def test_ideal_hits_by_hand():
@@ -77,7 +77,7 @@ def test_simulation(trace, tmp_path):
         ([], "give --trace or --chats"),
         (["--chats", "FILE", "--simulate"], "chats need a server"),
         (["--trace", "FILE", "--page-sizes", "16,32"], "one page size"),
-        (["--trace", "FILE", "--simulate", "--page-sizes", "0.5"], "whole numbers"),
+        (["--trace", "FILE", "--simulate", "--page-sizes", "0.5"], "--page-sizes"),
     ],
 )
 def test_wrong_options_of_prefix_are_named(trace, arguments, message):

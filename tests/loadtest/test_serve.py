@@ -379,12 +379,12 @@ def test_fail_on_error_is_an_exit_status(mock_server, prompts):
         (["--goodput", "itl:3"], "no objective"),
         (["stray"], "no objective"),
         (["--header", "x"], "KEY=VALUE"),
-        (["--percentile-metrics", "ttft,x"], "none of ttft"),
-        (["--metric-percentiles", "a"], "list of numbers"),
-        (["--random-range-ratio", "1"], "below 1"),
+        (["--percentile-metrics", "ttft,x"], "--percentile-metrics"),
+        (["--metric-percentiles", "a"], "--metric-percentiles"),
+        (["--random-range-ratio", "1"], "--random-range-ratio"),
         (["--extra-body", "{"], "not a JSON object"),
         (["--extra-body", "3"], "not a JSON object"),
-        (["--metric-percentiles", "50,101"], "within 0 to 100"),
+        (["--metric-percentiles", "50,101"], "--metric-percentiles"),
         (["--base-url", "ftp://x"], "not http"),
         (["--base-url", "http://x:99999"], "not http"),
         (["--base-url", "http://\u65e5\u672c"], "not http"),
@@ -395,7 +395,7 @@ def test_fail_on_error_is_an_exit_status(mock_server, prompts):
         (["--request-rate", "nan"], "--request-rate"),
         (["--burstiness", "nan"], "--burstiness"),
         (["--temperature", "inf"], "--temperature"),
-        (["--metric-percentiles", "nan"], "list of numbers"),
+        (["--metric-percentiles", "nan"], "--metric-percentiles"),
         (["--goodput", "ttft:nan"], "no objective"),
         (["--goodput", "ttft:inf"], "no objective"),
         (["--seed", 2**32], "--seed"),
@@ -491,7 +491,7 @@ def test_failed_warm_ups_are_told(mock_server, stream, load_test):
 
 
 def test_a_sweep_shows_the_rows_before_the_one_that_broke(mock_server, stream, prompts, tmp_path, monkeypatch):
-    from loadtest import report
+    from cli import bench
 
     saved = []
 
@@ -500,7 +500,7 @@ def test_a_sweep_shows_the_rows_before_the_one_that_broke(mock_server, stream, p
         if len(saved) == 2:
             raise LoadTestError("the disk is full")
 
-    monkeypatch.setattr(report, "save", save)
+    monkeypatch.setattr(bench, "save", save)
 
     async def answer(call):
         await (stream(call) if len(server.calls) <= 2 else call.refuse("500 Internal Server Error", "broken"))

@@ -15,8 +15,8 @@ AMPLE = 60_000
 
 
 @cache
-def trace(path, max_tokens=None):
-    return read_trace(Sampling(path, 2000), max_tokens=max_tokens)
+def trace(path, output_len=None):
+    return read_trace(Sampling(path, 2000, output_len=output_len))
 
 
 def tokens(*pages, rest=0):
@@ -26,7 +26,7 @@ def tokens(*pages, rest=0):
 
 def hits(prompts, num_blocks, output_len=1, **loop):
     requests = [TraceRequest(prompt, output_len) for prompt in prompts]
-    return vllm_hits(requests, num_blocks=num_blocks, block_size=4, **{**LOOP, **loop}).cached
+    return vllm_hits(requests, num_pages=num_blocks, page_size=4, **{**LOOP, **loop}).cached
 
 
 def test_a_cached_prompt_computes_its_last_page():
@@ -64,13 +64,13 @@ def test_the_last_is_preempted_and_counted_once():
     # Five blocks of use, two prompts of two. The ninth token of the first takes the last block; the second, which lacks
     # one then, gives its own back and is admitted again, finding its first page.
     requests = [TraceRequest(tokens(page, rest=3), 3) for page in (1, 2)]
-    assert vllm_hits(requests, num_blocks=6, block_size=4, concurrency=2, max_batched_tokens=64) == Hits(14, 0)
+    assert vllm_hits(requests, num_pages=6, page_size=4, concurrency=2, max_batched_tokens=64) == Hits(14, 0)
 
 
 def test_numbers_measured_on_vllm(data_file):
     requests = trace(data_file("prefix_trace.jsonl"), 1)
     for num_blocks, cached in ((AMPLE, 252_032), (4_000, 81_584)):
-        assert vllm_hits(requests, num_blocks=num_blocks, block_size=16, **LOOP) == Hits(856_614, cached)
+        assert vllm_hits(requests, num_pages=num_blocks, page_size=16, **LOOP) == Hits(856_614, cached)
 
 
 def test_ideal_rates(data_file, own_data):
@@ -86,7 +86,7 @@ def rates(path, concurrency, pages, page_size=16):
     requests, loop = trace(path), {"concurrency": concurrency, "max_batched_tokens": 8192}
     pool = {"num_pages": pages, "page_size": page_size}
     ours, same = (simulated_hits(requests, as_vllm=as_vllm, **pool, **loop) for as_vllm in (False, True))
-    reference = vllm_hits(requests, num_blocks=pages, block_size=page_size, **loop)
+    reference = vllm_hits(requests, **pool, **loop)
     assert ours.queried == same.queried == reference.queried
     return ours.rate, same.rate, reference.rate
 
