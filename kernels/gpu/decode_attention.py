@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.launching import after_previous, early
+
 _LOG2_E = 1.4426950408889634
 # Programs that write the list of splits together.
 _PLANNERS = 16
@@ -220,6 +222,7 @@ def decode_attention(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **early(len(q), q.device),
     )
 
 
@@ -295,6 +298,7 @@ def _decode_kernel(
     BLOCK_S: tl.constexpr,
     UNROLL: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A unit is an item and a KV head. The heads of a group are the first rows of a tile of 16, the least of a dot."""
     HEADS: tl.constexpr = KV_HEADS * GROUP
@@ -303,6 +307,7 @@ def _decode_kernel(
     keys = tl.arange(0, BLOCK_N)
     tile_mask = (heads[:, None] < GROUP) & (dims[None, :] < HEAD_DIM)
     programs = tl.num_programs(0)
+    after_previous(PDL)
     # The next unit's item is loaded while this one is worked on; beyond the list it is read but not used.
     item = tl.minimum(tl.program_id(0) // KV_HEADS, capacity - 1)
     next_query = tl.load(items + 4 * item)

@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu.activation import silu_mul
+from kernels.gpu.launching import after_previous, early
 
 TABLE_FILE = Path(__file__).with_name("matmul_table.json")
 
@@ -67,8 +68,6 @@ class Workspace:
         device: of the weights.
         table: products to do here; by default that of the device's kind, empty where none was tuned.
         extra: further products that the scratch memory must be large enough for.
-        pdl: launch each kernel while the one before it ends (programmatic dependent launch, compute capability 9.0).
-            It fetches its first weights early and waits before it touches anything else.
     """
 
     def __init__(
@@ -77,13 +76,11 @@ class Workspace:
         table: Mapping[Key, Config] | None = None,
         *,
         extra: Iterable[tuple[Key, Config]] = (),
-        pdl: bool = False,
     ) -> None:
         device = torch.device(device)
         if table is None:
             table = load_table(TABLE_FILE, torch.cuda.get_device_name(device)) if device.type == "cuda" else {}
         self.table = dict(table)
-        self.pdl = pdl
         split = [(key, config) for key, config in [*self.table.items(), *extra] if config.split_k > 1]
         parts = max((config.split_k * key.rows * key.n for key, config in split), default=1)
         tiles = max((triton.cdiv(key.n, config.block_n) for key, config in split), default=1)
@@ -165,11 +162,9 @@ def plan(
         "BLOCK_K": config.block_k,
         "SPLIT_K": config.split_k,
         "STAGES": config.stages,
-        "PDL": workspace.pdl,
+        **early(rows, x.device),
         "num_warps": config.warps,
     }
-    if workspace.pdl:
-        options["launch_pdl"] = True
     if config.kind == "gemv":
         assert rows == 1
         return _gemv, grid, (x, weight, out, workspace.partials, workspace.counters), options
@@ -178,24 +173,6 @@ def plan(
     options["num_stages"] = config.stages
     tiles = TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]) if config.tma else weight
     return _dot, grid, (x, weight, tiles, out, workspace.partials, workspace.counters, rows), options
-
-
-@triton.jit
-def _start(weight, first_row, first, last, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-           N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
-    """Fetches the program's first weights into L2, lets the next kernel start, then waits for the one before."""
-    # The instruction wants multiples of 16 bytes; a part without work fetches as little as that.
-    if K % 8 == 0:
-        row = tl.minimum(first_row + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
-        start = tl.minimum(first * BLOCK_K, K - 8)
-        end = tl.minimum(tl.minimum(first + STAGES, last) * BLOCK_K, K)
-        size = tl.full([BLOCK_N], 0, tl.int32) + tl.maximum((end - start) * 2, 16)
-        asm: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;"
-        for half in tl.static_range(2 if GATED else 1):
-            address = weight + (row + half * N) * K + start
-            tl.inline_asm_elementwise(asm, "=r,l,r", [address, size], dtype=tl.int32, is_pure=False, pack=1)
-    tl.extra.cuda.gdc_launch_dependents()
-    tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -267,8 +244,7 @@ def _dot(x, weight, tiles, out, partials, counters, rows, N: tl.constexpr, K: tl
     first_row = tl.program_id(0) * BLOCK_N
     first = tl.program_id(1) * TURNS
     last = tl.minimum(first + TURNS, BLOCKS)
-    if PDL:
-        _start(weight, first_row, first, last, BLOCK_N, BLOCK_K, STAGES, N, K, GATED)
+    after_previous(PDL)
     token = tl.arange(0, BLOCK_M)[:, None]
     row = (first_row + tl.arange(0, BLOCK_N)[:, None]).to(tl.int64)
     acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
@@ -306,8 +282,7 @@ def _gemv(x, weight, out, partials, counters, N: tl.constexpr, K: tl.constexpr, 
     first_row = tl.program_id(0) * BLOCK_N
     first = tl.program_id(1) * TURNS
     last = tl.minimum(first + TURNS, BLOCKS)
-    if PDL:
-        _start(weight, first_row, first, last, BLOCK_N, BLOCK_K, STAGES, N, K, GATED)
+    after_previous(PDL)
     row = (first_row + tl.arange(0, BLOCK_N)[:, None]).to(tl.int64)
     acc = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
     acc_up = acc

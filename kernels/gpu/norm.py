@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.launching import after_previous, early
+
 
 @triton.jit
 def _normalised(row, weight, at, inside, eps, D: tl.constexpr):
@@ -16,7 +18,8 @@ def _normalised(row, weight, at, inside, eps, D: tl.constexpr):
 
 
 @triton.jit
-def _rms_norm(x, weight, out, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(x, weight, out, eps, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    after_previous(PDL)
     at = tl.arange(0, BLOCK)
     inside = at < D
     row = tl.program_id(0).to(tl.int64) * D + at
@@ -25,7 +28,8 @@ def _rms_norm(x, weight, out, eps, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _add_rms_norm(x, residual, weight, out, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+def _add_rms_norm(x, residual, weight, out, eps, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    after_previous(PDL)
     at = tl.arange(0, BLOCK)
     inside = at < D
     row = tl.program_id(0).to(tl.int64) * D + at
@@ -51,7 +55,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """Writes x / rms(x) * weight of every row of x (T, D) into out; weight is (D,)."""
     tokens, size = x.shape
     block = triton.next_power_of_2(size)
-    _rms_norm[(tokens,)](x, weight, out, eps, D=size, BLOCK=block, num_warps=_warps(size))
+    options = {"num_warps": _warps(size), **early(tokens, x.device)}
+    _rms_norm[(tokens,)](x, weight, out, eps, D=size, BLOCK=block, **options)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -65,7 +70,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: T
     """
     tokens, size = x.shape
     block = triton.next_power_of_2(size)
-    _add_rms_norm[(tokens,)](x, residual, weight, out, eps, D=size, BLOCK=block, num_warps=_warps(size))
+    options = {"num_warps": _warps(size), **early(tokens, x.device)}
+    _add_rms_norm[(tokens,)](x, residual, weight, out, eps, D=size, BLOCK=block, **options)
 
 
 def embed_rms_norm(tokens: Tensor, table: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:

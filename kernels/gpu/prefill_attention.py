@@ -235,19 +235,19 @@ def _attend(
         block = cache + slot[:, None] + dims[None, :]
         mask = (key < stop)[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(block, mask=mask, other=0.0) if MASKED or HEAD_DIM < BLOCK_D else tl.load(block)
-        scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION) * scale
+        scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
         if MASKED:
             seen = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 seen = seen & (key[None, :] > position[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1))
+        new_best = tl.maximum(best, tl.max(scores, 1) * scale)
         base = new_best
         if MASKED and WINDOW > 0:
             # A query may see no key of the first blocks: -inf - -inf would be NaN.
             base = tl.where(new_best == float("-inf"), 0.0, new_best)
         fade = tl.exp2(best - base)
-        p = tl.exp2(scores - base[:, None])
+        p = tl.exp2(scores * scale - base[:, None])
         weight = weight * fade + tl.sum(p, 1)
         block += KV_KIND
         v = tl.load(block, mask=mask, other=0.0) if MASKED or HEAD_DIM < BLOCK_D else tl.load(block)

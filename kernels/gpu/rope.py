@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.launching import after_previous, early
+
 # Heads of one program: enough bytes for wide accesses, few enough that one token keeps many programs busy.
 _HEADS = 4
 
@@ -47,7 +49,9 @@ def _rope_kv(
     HEADS: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    after_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     at = tl.arange(0, HALF)[None, :]
@@ -137,4 +141,5 @@ def rope_kv(
         BIAS=bias is not None,
         NORM=q_norm is not None,
         num_warps=2,
+        **early(tokens, qkv.device),
     )

@@ -156,17 +156,17 @@ def operands(case: Case, device: str, copies: int = 1) -> tuple[Tensor, Tensor, 
     return x, weights, torch.empty(rows, case.columns, dtype=torch.bfloat16, device=device)
 
 
-def precompile(case: Case, config: Config, pdl: bool) -> None:
+def precompile(case: Case, config: Config) -> None:
     """Compiles into Triton's cache on disk, in a process of the pool."""
     x, weights, out = operands(case, "meta")
-    kernel, grid, args, options = plan(x, weights[0], out, Workspace("meta", {}, pdl=pdl), config)
+    kernel, grid, args, options = plan(x, weights[0], out, Workspace("meta", {}), config)
     kernel.warmup(*args, grid=grid, **options)
 
 
-def submit(pool: ProcessPoolExecutor, case: Case, config: Config, pdl: bool) -> Future[None]:
+def submit(pool: ProcessPoolExecutor, case: Case, config: Config) -> Future[None]:
     """Has it compiled elsewhere; a pool that broke leaves that to the first launch."""
     try:
-        return pool.submit(precompile, case, config, pdl)
+        return pool.submit(precompile, case, config)
     except BrokenProcessPool:
         done: Future[None] = Future()
         done.set_result(None)
@@ -223,9 +223,8 @@ class Tuner:
         times: microseconds of each key: cuBLAS alone, what the engine would do without a table, and with it.
     """
 
-    def __init__(self, best: dict[Key, Config], deadline: float, pdl: bool, every: bool) -> None:
+    def __init__(self, best: dict[Key, Config], deadline: float, every: bool) -> None:
         self.deadline = deadline
-        self.pdl = pdl
         self.every = every
         self.best = best
         self.times: dict[Key, tuple[float, float, float]] = {}
@@ -251,7 +250,7 @@ class Tuner:
         def attempt(config: Config, future: Future[None]) -> float:
             with contextlib.suppress(BrokenProcessPool):  # then the launch compiles
                 future.result(timeout=max(1.0, self.deadline - time.monotonic()))
-            workspace = Workspace("cuda", {}, extra=[(case.key, config)], pdl=self.pdl)
+            workspace = Workspace("cuda", {}, extra=[(case.key, config)])
             times = []
             for _ in range(2):
                 out.fill_(math.nan)
@@ -317,14 +316,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS))
     parser.add_argument("--candidates", type=int, default=24, help="tensor core configurations of a shape")
-    parser.add_argument("--pdl", action="store_true", help="tune for launches that overlap (Workspace's pdl)")
     parser.add_argument("--every", action="store_true", help="print every configuration's time")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
     most = arguments.candidates
     before = load_table(arguments.output, torch.cuda.get_device_name()) if arguments.output.exists() else {}
-    tuner = Tuner(before, deadline, arguments.pdl, arguments.every)
+    tuner = Tuner(before, deadline, arguments.every)
     with ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             for model in arguments.models:
@@ -332,8 +330,7 @@ def main() -> None:
                     break
                 work = [case for rows in arguments.rows for case in cases(model, rows)]
                 compiling = [
-                    [(config, submit(pool, case, config, arguments.pdl)) for config in candidates(case, most)]
-                    for case in work
+                    [(config, submit(pool, case, config)) for config in candidates(case, most)] for case in work
                 ]
                 for case, pending in zip(work, compiling, strict=True):
                     if tuner.late():
