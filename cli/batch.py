@@ -136,6 +136,7 @@ async def _server(
         engine_variables=settings.key_variables((), gateway_keys=(own_key,)),
         gateway_variables=settings.key_variables((key,), engine_key=own_key),
         grace=0.0,
+        restarts=own["restarts"],
         signals=signals,
     ) as both:
         yield Server(f"http://{both.address}", key, both.report.max_num_seqs, both)

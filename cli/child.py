@@ -13,77 +13,114 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from cli.signals import first
+from cli.signals import StopSignals, first, unless
+from engine.kept import Kept, ProcessDied
 
 # What the end of a drained process may take, beside the grace: last words to clients, the end of the core.
 STOP_SECONDS = 15.0
 # What a process that was told to end at once may take to do it cleanly.
 _HURRY_SECONDS = 3.0
+# What a process whose parent has gone gives its callers to hear of it: another may already wait for its port.
+_ORPHAN_SECONDS = 1.0
 
 
-class ChildDied(Exception):
-    """A child ended that should not have.
+class Child(Kept):
+    """A running `fulcrum COMMAND --supervised`, from `keep` to `stop`.
+
+    Args:
+        line: COMMAND and its options.
+        variables: further environment variables.
+        restarts, speaks: as of `Kept`.
+        pass_fds: file descriptors that it has, too.
 
     Attributes:
-        name: of the child.
-        status: its exit status (negative: the signal that killed it).
+        report: what it says when it serves.
+        again: options with which it serves at the same addresses when it is started again.
     """
 
-    def __init__(self, name: str, status: int) -> None:
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        super().__init__(f"the {name} {how}")
-        self.name = name
-        self.status = status
+    def __init__(
+        self,
+        name: str,
+        line: Sequence[str],
+        variables: Mapping[str, str],
+        restarts: int,
+        *,
+        speaks: bool = False,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        super().__init__(name, restarts, speaks=speaks)
+        self.report: dict[str, Any] = {}
+        self.again: Sequence[str] = ()
+        self._line = line
+        self._variables = variables
+        self._pass_fds = pass_fds
 
-
-class Child:
-    """A running `fulcrum COMMAND --supervised`, started by `start`."""
-
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
-        self.name = name
-        self.pid = process.pid
-        self._process = process
-
-    @classmethod
-    async def start(cls, name: str, arguments: Sequence[str], variables: Mapping[str, str]) -> Self:
-        """Starts `fulcrum ARGUMENTS` (a command and its options), supervised, with further environment variables."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "cli", arguments[0], "--supervised", *arguments[1:]),
+    async def launch(self) -> None:
+        """Starts the process, and waits for its report. Raises ProcessDied."""
+        self._end_group()
+        command, *options = self._line
+        place = options.index("--") if "--" in options else len(options)  # the last value of an option counts
+        self._process = process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "cli", command, "--supervised", *options[:place], *self.again, *options[place:]),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=os.environ | variables,
+            env=os.environ | self._variables,
+            pass_fds=self._pass_fds,
             start_new_session=True,
         )
-        return cls(name, process)
-
-    async def ready(self) -> dict[str, Any]:
-        """Waits until the child serves; returns what it reports. Raises ChildDied."""
-        assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
+        assert process.stdout is not None
+        line = await process.stdout.readline()
         if not line:
-            raise ChildDied(self.name, await self._process.wait())
-        report: dict[str, Any] = json.loads(line)
-        return report
-
-    async def died(self) -> NoReturn:
-        """Raises ChildDied when the child ends; never returns."""
-        raise ChildDied(self.name, await self._process.wait())
+            raise ProcessDied(self.name, await process.wait())
+        self.report = json.loads(line)
 
     async def stop(self, grace: float, hurry: asyncio.Event) -> None:
         """Asks the child to drain and end; insists when `grace` seconds have passed or `hurry` is set."""
-        if self._process.returncode is None:
-            self._process.terminate()
-            await first(self._process.wait(), hurry.wait(), deadline=grace)
-        if self._process.returncode is None:
-            self._process.send_signal(signal.SIGINT)  # the second signal: end at once, but cleanly
-            await first(self._process.wait(), deadline=_HURRY_SECONDS)
-        # Whatever the child has left of its group ends with it.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        await self._process.wait()
+        await self.let_go()
+        process = self._process
+        if process is None:
+            return
+        if process.returncode is None:
+            process.terminate()
+            await first(process.wait(), hurry.wait(), deadline=grace)
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)  # the second signal: end at once, but cleanly
+            await first(process.wait(), deadline=_HURRY_SECONDS)
+        self._end_group()
+        await process.wait()
+
+    def _end_group(self) -> None:
+        """Whatever a child has left of its group ends with it."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+
+async def run_workers(
+    workers: Sequence[Child],
+    *others: Kept,
+    ready: Callable[[list[dict[str, Any]]], None],
+    grace: float,
+    signals: StopSignals,
+) -> None:
+    """Keeps these processes until a signal; then they drain.
+
+    Args:
+        others: ends it as well, when it is not started again.
+        ready: called with their reports once all serve.
+
+    Raises: ProcessDied, Stopped.
+    """
+    try:
+        starts = asyncio.gather(*(worker.keep() for worker in workers))
+        await unless(starts, signals.stopped(), *(other.died() for other in others))
+        ready([worker.report for worker in workers])
+        await unless(signals.stopped(), *(kept.died() for kept in (*others, *workers)))
+    finally:
+        await asyncio.gather(*(worker.stop(grace + STOP_SECONDS, signals.hurry) for worker in workers))
 
 
 class Parent:
@@ -103,7 +140,8 @@ class Parent:
 
 def _end_with_parent(lifeline: int) -> None:
     os.read(lifeline, 1)
-    for number in (signal.SIGTERM, signal.SIGINT):  # a drain is no longer wanted, only a clean end
+    # A drain is no longer wanted, only a clean end.
+    for number, pause in ((signal.SIGTERM, _ORPHAN_SECONDS), (signal.SIGINT, _HURRY_SECONDS)):
         os.kill(os.getpid(), number)
-        time.sleep(_HURRY_SECONDS)
+        time.sleep(pause)
     os.killpg(0, signal.SIGKILL)

@@ -51,6 +51,7 @@ def serve(**params: Any) -> None:
 @options.engine_settings
 @options.service_settings
 @_supervised
+@click.option("--own-folder", type=click.Path(path_type=Path), hidden=True)
 def engine(**params: Any) -> None:
     """Run the engine alone: a gRPC server around one model."""
     from cli.run import serve_engine
@@ -85,11 +86,12 @@ def service_worker(**params: Any) -> None:
 @options.http_server
 @options.engine_tls
 @_supervised
+@click.option("--listener", type=int, hidden=True)
 def gateway(**params: Any) -> None:
     """Run the gateway alone: OpenAI's API over HTTP, in front of running engines."""
     from cli.run import serve_gateway
 
-    serve_gateway(params)
+    serve_gateway(params, gateway)
 
 
 @main.command()
@@ -115,6 +117,7 @@ def generate(prompt: str | None, **params: Any) -> None:
 @options.engine_settings
 @options.service_settings
 @options.workers
+@options.restarts
 def batch(source: Path, target: Path, **params: Any) -> None:
     """Answer every request of INPUT into OUTPUT, both in OpenAI's batch format (a JSON object a line).
 

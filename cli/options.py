@@ -82,6 +82,12 @@ port = click.IntRange(0, 65535)
 
 model = click.argument("model", required=False, envvar="FULCRUM_MODEL")
 log_levels = click.Choice(["debug", "info", "warning", "error"])
+restarts = option(
+    "--restarts",
+    "Start a process that died again, until it has died so often within a minute of its start.",
+    default=5,
+    type=click.IntRange(min=0),
+)
 # Of every server. Keys are never passed on in a command line, which other users of the machine can read.
 server = together(
     option("--host", "Address to listen on. Anything but loopback needs an API key.", default="127.0.0.1"),
@@ -89,6 +95,7 @@ server = together(
     option("--api-key-file", "File of keys, hashed and by tenants; see `fulcrum key`.", type=existing_file),
     option("--request-timeout", "Seconds after which a request is ended.", type=click.FloatRange(min=0, min_open=True)),
     option("--grace", "Seconds that running requests get when it ends.", default=30.0, type=click.FloatRange(min=0)),
+    restarts,
     option("--otlp-endpoint", "OpenTelemetry collector (OTLP over HTTP) for traces.", metavar="URL"),
     option("--log-level", "Least level logged.", default="info", type=log_levels),
     option("--log-format", "json: an object a line.", default="text", type=click.Choice(FORMATS)),
@@ -238,12 +245,6 @@ service_settings = together(
         "--share-prefixes/--no-share-prefixes",
         "Share cached prefixes between tenants too, where a request has no salt.",
         default=False,
-    ),
-    option(
-        "--core-restarts",
-        "Start a core that died again, until it has died so often within a minute of its start.",
-        default=5,
-        type=click.IntRange(min=0),
     ),
     option(
         "--service-workers",

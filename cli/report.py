@@ -29,3 +29,10 @@ class EngineReport:
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
         return asdict(self)
+
+    def again(self) -> list[str]:
+        """Options with which an engine serves at the same addresses."""
+        options = [f"--grpc-port={self.address.rpartition(':')[2]}"]
+        if self.metrics_address is not None:
+            options.append(f"--metrics-port={self.metrics_address.rpartition(':')[2]}")
+        return options + [f"--admin-address={address}" for address in self.admin_addresses[:1]]

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import os
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import asdict
@@ -14,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from cli import banner, logs, processes, settings
-from cli.child import ChildDied, Parent
+from cli.child import Parent
 from cli.report import EngineReport
 from cli.settings import Params
+from engine.kept import ProcessDied
 
 if TYPE_CHECKING:
     from engine import LLM
@@ -33,6 +36,7 @@ def serve_both(params: Params, engine: click.Command, gateway: click.Command) ->
     from cli.serve import run_both
 
     params = processes.with_counts(params)
+    logs.configure(params["log_level"], params["log_format"], "serve")
     settings.engine_config(params, Path())
     service = settings.service_config(params, Path(), grpc_port=params["grpc_port"])
     with_key = not service.key_ring().open
@@ -56,6 +60,7 @@ def serve_both(params: Params, engine: click.Command, gateway: click.Command) ->
         engine_variables=settings.key_variables(service.api_keys, gateway_keys=(*service.gateway_keys, own)),
         gateway_variables=settings.key_variables(service.api_keys, engine_key=own),
         grace=params["grace"],
+        restarts=params["restarts"],
         ready=ready,
     )
     run(work)
@@ -95,7 +100,8 @@ def serve_engine(params: Params, service_worker: click.Command) -> None:
             ready=ready,
             workers=[worker(number) for number in range(count)] if count > 1 else (),
             log_format=params["log_format"],
-            restarts=params["core_restarts"],
+            restarts=params["restarts"],
+            folder=params["own_folder"],
             variables=settings.key_variables(service.api_keys, gateway_keys=service.gateway_keys),
         )
         run(work, _fast_loop())
@@ -117,7 +123,7 @@ def serve_worker(params: Params) -> None:
         run(serve_core(service, params["core"], ready), _fast_loop())
 
 
-def serve_gateway(params: Params) -> None:
+def serve_gateway(params: Params, gateway: click.Command) -> None:
     """`fulcrum gateway`."""
     parent = Parent() if params["supervised"] else None
     from gateway.server import serve
@@ -125,7 +131,9 @@ def serve_gateway(params: Params) -> None:
     logs.configure(params["log_level"], params["log_format"], "gateway")
     engines = tuple(address.strip() for address in params["engine"].split(","))
     config = settings.gateway_config(params, engines)
-    settings.check_port(params["host"], params["port"], "--port")
+    listener = None if params["listener"] is None else socket.socket(fileno=params["listener"])
+    if listener is None:
+        settings.check_port(params["host"], params["port"], "--port")
 
     def bound(host: str, port: int) -> None:
         address = settings.join_address(host, port)
@@ -138,12 +146,20 @@ def serve_gateway(params: Params) -> None:
     # Before and after the server has its own handlers, both signals mean: end, all is well.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit)
+    count = params["workers"] or 1
     with clear_errors():
-        serve(config, bound)
+        if count == 1:
+            serve(config, bound, listener)
+            return
+        from cli.gateway import run_gateway
+
+        variables = settings.key_variables(config.api_keys, engine_key=config.engine_key or "")
+        worker = settings.child_arguments(gateway, params, workers=1)
+        run(run_gateway(config, worker, count, variables=variables, restarts=params["restarts"], bound=bound))
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(0)
+    os._exit(0)  # nothing is left to be unwound, and an exception would look like the application's
 
 
 def run(work: Coroutine[Any, Any, None], loop_factory: LoopFactory | None = None) -> None:
@@ -151,7 +167,7 @@ def run(work: Coroutine[Any, Any, None], loop_factory: LoopFactory | None = None
     try:
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(work)
-    except ChildDied as error:
+    except ProcessDied as error:
         click.echo(f"Error: {error}", err=True)
         # A signal as a shell puts it. A child that ended well should still not have ended.
         raise SystemExit(128 - error.status if error.status < 0 else error.status or 1) from error

@@ -14,6 +14,7 @@ from cli.banner import reachable
 from cli.child import STOP_SECONDS, Child
 from cli.report import EngineReport
 from cli.signals import Stopped, StopSignals, unless
+from engine.own_folder import OwnFolder
 
 _POLL_SECONDS = 0.1
 
@@ -33,7 +34,7 @@ class Both:
     gateway: Child
 
     async def died(self) -> NoReturn:
-        """Raises ChildDied when one of them ends; never returns."""
+        """Raises ProcessDied when one of them ends for good; never returns."""
         await unless(self.engine.died(), self.gateway.died())
         raise AssertionError
 
@@ -45,15 +46,16 @@ async def run_both(
     engine_variables: Mapping[str, str],
     gateway_variables: Mapping[str, str],
     grace: float,
+    restarts: int,
     ready: Callable[[EngineReport, str], None],
 ) -> None:
     """Serves until a signal: then the gateway drains, and after it the engine.
 
     Args:
-        engine_line, gateway_line, engine_variables, gateway_variables, grace: as in `running`.
+        engine_line, gateway_line, engine_variables, gateway_variables, grace, restarts: as in `running`.
         ready: called with the engine's facts and the gateway's HOST:PORT once a request would be answered.
 
-    Raises: ChildDied.
+    Raises: ProcessDied.
     """
     signals = StopSignals()
     with contextlib.suppress(Stopped):
@@ -63,6 +65,7 @@ async def run_both(
             engine_variables=engine_variables,
             gateway_variables=gateway_variables,
             grace=grace,
+            restarts=restarts,
             signals=signals,
         ) as both:
             ready(both.report, both.address)
@@ -80,6 +83,7 @@ async def running(
     engine_variables: Mapping[str, str],
     gateway_variables: Mapping[str, str],
     grace: float,
+    restarts: int,
     signals: StopSignals,
 ) -> AsyncIterator[Both]:
     """Both, for as long as the block lasts; a request would be answered when it is entered.
@@ -89,24 +93,31 @@ async def running(
         gateway_line: the gateway's, for an engine that reports this.
         engine_variables, gateway_variables: environment variables for each, which carry their secrets.
         grace: seconds that running requests get at the end.
+        restarts: of each that is killed (engine.kept.Kept); one that ends by itself ends both.
         signals: end the start (Stopped is raised then), and hurry the end.
 
-    Raises: ChildDied, Stopped.
+    Raises: ProcessDied, Stopped.
     """
     children: list[Child] = []
-    try:
-        engine = await Child.start("engine", engine_line, engine_variables)
-        children.append(engine)
-        report = EngineReport(**await unless(engine.ready(), signals.stopped()))
-        gateway = await Child.start("gateway", gateway_line(report), gateway_variables)
-        children.append(gateway)
-        serves = await unless(gateway.ready(), signals.stopped(), engine.died())
-        await unless(_healthy(**serves), signals.stopped(), engine.died(), gateway.died())
-        yield Both(report, serves["address"], engine, gateway)
-    finally:
-        end = asyncio.get_running_loop().time() + grace + STOP_SECONDS
-        for child in reversed(children):
-            await child.stop(max(0.0, end - asyncio.get_running_loop().time()), signals.hurry)
+    with OwnFolder() as folder:
+        try:
+            own = (engine_line[0], f"--own-folder={folder}", *engine_line[1:])
+            engine = Child("engine", own, engine_variables, restarts, speaks=True)
+            children.append(engine)
+            await unless(engine.keep(), signals.stopped())
+            report = EngineReport(**engine.report)
+            engine.again = report.again()
+            gateway = Child("gateway", gateway_line(report), gateway_variables, restarts, speaks=True)
+            children.append(gateway)
+            await unless(gateway.keep(), signals.stopped(), engine.died())
+            serves = gateway.report
+            gateway.again = [f"--port={serves['address'].rpartition(':')[2]}"]
+            await unless(_healthy(**serves), signals.stopped(), engine.died(), gateway.died())
+            yield Both(report, serves["address"], engine, gateway)
+        finally:
+            end = asyncio.get_running_loop().time() + grace + STOP_SECONDS
+            for child in reversed(children):
+                await child.stop(max(0.0, end - asyncio.get_running_loop().time()), signals.hurry)
 
 
 async def _healthy(address: str, *, https: bool, mutual: bool) -> None:

@@ -175,19 +175,12 @@ class CoreClient:
 
     @classmethod
     async def connect(cls, socket: Path) -> Self:
-        """Raises OSError where nobody listens, CoreDied when the core goes before it has said what it serves."""
+        """Returns when a core serves the socket."""
         return cls(socket, await _open(socket))
 
     async def reconnect(self) -> None:
         """Once the connection is lost: returns when a core serves the socket again. It knows nothing of before."""
-        while True:
-            try:
-                connection = await _open(self._socket)
-            except (OSError, CoreDied):
-                await asyncio.sleep(_RECONNECT_SECONDS)
-            else:
-                self._begin(connection)
-                return
+        self._begin(await _open(self._socket))
 
     # --- requests
 
@@ -396,14 +389,16 @@ class CoreClient:
 
 
 async def _open(socket: Path) -> _Connection:
-    reader, writer = await asyncio.open_unix_connection(str(socket), limit=1 << 20)
-    try:
-        first = await _read_message(reader)
-    except (asyncio.IncompleteReadError, OSError) as error:
-        raise CoreDied("the engine core closed the connection") from error
-    if not isinstance(first, CoreInfo):
-        raise CoreDied(f"the engine core began with {type(first).__name__}")
-    return _Connection(reader, writer, first)
+    while True:
+        try:
+            reader, writer = await asyncio.open_unix_connection(str(socket), limit=1 << 20)
+            first = await _read_message(reader)
+        except (asyncio.IncompleteReadError, OSError):  # nobody listens, or no longer
+            await asyncio.sleep(_RECONNECT_SECONDS)
+            continue
+        if not isinstance(first, CoreInfo):
+            raise CoreDied(f"the engine core began with {type(first).__name__}")
+        return _Connection(reader, writer, first)
 
 
 _decode = msgspec.msgpack.Decoder(FromCore).decode

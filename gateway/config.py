@@ -17,7 +17,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """Settings of one gateway. It can be pickled, which is how it reaches worker processes.
+    """Settings of one gateway.
 
     Args:
         host: address to bind; anything but loopback needs a key.
@@ -39,8 +39,7 @@ class GatewayConfig:
         arrival_seconds: a request's headers may take so long to come, and then its body.
         max_body_bytes: largest request body.
         max_prompts: most prompts in one completions call.
-        workers: server processes.
-        channels_per_engine: connections of each worker to each engine (several reach the processes behind one port).
+        channels_per_engine: connections to each engine (several reach the processes behind one port).
         shutdown_seconds: how long running requests may go on after a stop signal.
         access_log: write a line for each request.
         log_level: least level that is logged: debug, info, warning or error.
@@ -68,7 +67,6 @@ class GatewayConfig:
     arrival_seconds: float = 120.0
     max_body_bytes: int = 16 * MIB
     max_prompts: int = 256
-    workers: int = 1
     channels_per_engine: int = 4
     shutdown_seconds: int = 30
     access_log: bool = False
@@ -78,7 +76,7 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         """Raises: ValueError naming the field that is wrong."""
-        for name in ("max_body_bytes", "max_prompts", "workers", "channels_per_engine"):
+        for name in ("max_body_bytes", "max_prompts", "channels_per_engine"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.log_level not in LOG_LEVELS:

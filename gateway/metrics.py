@@ -1,6 +1,6 @@
 """The gateway's own figures. With several workers each writes to files in a shared folder, and any worker sums them up.
 
-prometheus_client looks for PROMETHEUS_MULTIPROC_DIR when it is imported; `gateway.server` sets it before workers start.
+prometheus_client looks for PROMETHEUS_MULTIPROC_DIR when it is imported; who starts several processes sets it for them.
 """
 
 import os

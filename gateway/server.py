@@ -1,15 +1,12 @@
-"""Runs the gateway: one process, or several behind one socket. Knows uvicorn; the application knows it not."""
+"""Runs one gateway process. Knows uvicorn; the application knows it not."""
 
 import functools
-import os
 import socket
 import ssl
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import uvicorn
-from uvicorn.supervisors import Multiprocess
 
 from fulcrum.tls import Identity, server_context
 from gateway.config import GatewayConfig
@@ -20,13 +17,10 @@ BACKLOG = 2048
 # Longer than clients and balancers keep idle connections, so that none is closed under a request.
 KEEP_ALIVE_SECONDS = 75
 START_FAILED = 3
-# A worker that answers its supervisor later than this is replaced. It cannot answer while it is still importing, which
-# takes long on a busy machine: too low a limit would replace workers that only start, again and again.
-WORKER_ANSWER_SECONDS = 60
 
 
 def logging_of(config: GatewayConfig) -> dict[str, Any]:
-    """The form and the levels of the log, for every worker. The access log is asked for by a switch of its own."""
+    """The form and the levels of the log. The access log is asked for by a switch of its own."""
     level = config.log_level.upper()
     loggers = {
         "gateway": level,
@@ -47,39 +41,29 @@ def logging_of(config: GatewayConfig) -> dict[str, Any]:
     }
 
 
-def serve(config: GatewayConfig, on_bound: Callable[[str, int], None] | None = None) -> None:
+def serve(
+    config: GatewayConfig, on_bound: Callable[[str, int], None] | None = None, listener: socket.socket | None = None
+) -> None:
     """Serves until SIGINT or SIGTERM, then lets running requests finish for `shutdown_seconds`.
 
     Args:
         config: the settings.
         on_bound: called once with host and port when the socket listens.
+        listener: a listening socket, which other processes may share (None: one at the address in the settings).
 
     Raises: OSError when the address cannot be bound; SystemExit when the application does not start.
     """
-    with listen(config.host, config.port) as listener:
+    with listener or listen(config.host, config.port) as shared:
         if on_bound is not None:
-            on_bound(config.host, listener.getsockname()[1])
-        if config.workers == 1:
-            server = uvicorn.Server(uvicorn_config(config))
-            server.run(sockets=[listener])
-            if not server.started:
-                raise SystemExit(START_FAILED)
-        else:
-            serve_with_workers(config, listener)
-
-
-def serve_with_workers(config: GatewayConfig, listener: socket.socket) -> None:
-    """Supervises worker processes (one that dies is replaced). They share a folder for their metrics."""
-    with tempfile.TemporaryDirectory(prefix="fulcrum-metrics-") as folder:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # the workers inherit it; prometheus_client reads it
-        try:
-            Multiprocess(uvicorn_config(config), sockets=[listener]).run()
-        finally:
-            del os.environ["PROMETHEUS_MULTIPROC_DIR"]
+            on_bound(config.host, shared.getsockname()[1])
+        server = uvicorn.Server(uvicorn_config(config))
+        server.run(sockets=[shared])
+        if not server.started:
+            raise SystemExit(START_FAILED)
 
 
 def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
-    """The server's settings. The application is named as a call that can be pickled: so the settings reach workers."""
+    """The server's settings."""
     identity = config.identity()
     return uvicorn.Config(
         functools.partial(create, config),
@@ -89,8 +73,6 @@ def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
         http=functools.partial(BoundedHttp, head_seconds=config.arrival_seconds),  # type: ignore[arg-type]
         ws="none",
         lifespan="on",
-        workers=config.workers,
-        timeout_worker_healthcheck=WORKER_ANSWER_SECONDS,
         log_config=logging_of(config),
         access_log=False,  # ours knows the label, and who has gone (gateway/edge.py)
         proxy_headers=False,

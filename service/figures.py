@@ -95,7 +95,7 @@ class Figures:
         if path is None:
             memory = mmap.mmap(-1, _BYTES)
         else:
-            with path.open("w+b") as file:
+            with path.open("a+b") as file:  # one that is started again goes on where it was
                 file.truncate(_BYTES)
                 memory = mmap.mmap(file.fileno(), _BYTES)
         self._block = memoryview(memory).cast("d")

@@ -124,6 +124,9 @@ async def serve(
         _add_reflection(main, (INFERENCE, HEALTH))
         address = _bind(main, config.address, identity, cleanup)
         own_address = None if config.own_address is None else _bind(main, config.own_address, identity, cleanup)
+        certificates = Certificates(config.certificates())
+        for watch in (_watch_core(core, live, health), certificates.watch()):  # the core may be draining already
+            cleanup.callback(asyncio.create_task(watch).cancel)
         await main.start()
         cleanup.push_async_callback(main.stop, 0)
 
@@ -140,11 +143,8 @@ async def serve(
             cleanup.push_async_callback(admin.stop, 0)
 
         collector = EngineCollector(core, figures, model.names[0], loop)
-        certificates = Certificates(config.certificates())
         metrics_address = _serve_metrics(config, [collector, certificates], identity, cleanup)
 
-        for watch in (_watch_core(core, live, health), certificates.watch()):
-            cleanup.callback(asyncio.create_task(watch).cancel)
         if ready is not None:
             ready(BoundAddresses(address, own_address, admin_addresses, metrics_address))
         await stop.wait()

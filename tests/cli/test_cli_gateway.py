@@ -12,7 +12,8 @@ import urllib.request
 
 import pytest
 
-from cli.child import Child, ChildDied
+from cli.child import Child
+from engine.kept import ProcessDied
 
 NO_ENGINE = "127.0.0.1:1"
 
@@ -44,32 +45,56 @@ def test_a_taken_port_is_one_line_and_status_2(fulcrum) -> None:
 
 
 async def test_a_child_reports_and_stops() -> None:
-    child = await Child.start("gateway", ["gateway", f"--engine={NO_ENGINE}", "--port=0"], {})
+    child = Child("gateway", ["gateway", f"--engine={NO_ENGINE}", "--port=0"], {}, 0)
     try:
-        report = await asyncio.wait_for(child.ready(), 60)
-        assert await asyncio.to_thread(status, f"http://{report['address']}/livez") == 200
+        await asyncio.wait_for(child.keep(), 60)
+        assert await asyncio.to_thread(status, f"http://{child.report['address']}/livez") == 200
     finally:
         await child.stop(30, asyncio.Event())
-    with pytest.raises(ChildDied, match="the gateway ended with status 0"):
-        await child.died()
+    assert await child.wait() == 0
 
 
 async def test_a_child_that_cannot_start_says_why(capfd: pytest.CaptureFixture[str]) -> None:
-    child = await Child.start("gateway", ["gateway", "--host=0.0.0.0", "--port=0"], {"FULCRUM_API_KEY": ""})
-    with pytest.raises(ChildDied) as caught:
-        await asyncio.wait_for(child.ready(), 60)
+    child = Child("gateway", ["gateway", "--host=0.0.0.0", "--port=0"], {"FULCRUM_API_KEY": ""}, 5)
+    with pytest.raises(ProcessDied) as caught:
+        await asyncio.wait_for(child.keep(), 60)
     await child.stop(0, asyncio.Event())
     assert caught.value.status == 2
     assert "needs at least one API key" in capfd.readouterr().err
 
 
-async def test_a_child_that_is_killed_is_named() -> None:
-    child = await Child.start("gateway", ["gateway", f"--engine={NO_ENGINE}", "--port=0"], {})
-    await asyncio.wait_for(child.ready(), 60)
+async def test_a_child_that_is_killed_serves_again_at_the_same_address_but_not_for_ever(monkeypatch) -> None:
+    monkeypatch.setattr("engine.kept._FIRST_PAUSE", 0.01)
+    child = Child("gateway", ["gateway", f"--engine={NO_ENGINE}", "--port=0"], {}, 1, speaks=True)
+    await asyncio.wait_for(child.keep(), 60)
+    url, killed = f"http://{child.report['address']}/livez", child.pid
+    child.again = [f"--port={url.rpartition(':')[2].removesuffix('/livez')}"]
+    os.kill(killed, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        while child.pid == killed or not child.serves:
+            await asyncio.sleep(0.02)
+    assert await asyncio.to_thread(status, url) == 200
     os.kill(child.pid, signal.SIGKILL)
-    with pytest.raises(ChildDied, match="the gateway was killed by SIGKILL"):
+    with pytest.raises(ProcessDied, match="the gateway was killed by SIGKILL"):
         await asyncio.wait_for(child.died(), 10)
     await child.stop(0, asyncio.Event())
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+async def test_a_child_that_ends_by_itself_is_started_again_unless_it_has_said_why(monkeypatch, speaks: bool) -> None:
+    monkeypatch.setattr("engine.kept._FIRST_PAUSE", 0.01)
+    child = Child("gateway", ["gateway", f"--engine={NO_ENGINE}", "--port=0"], {}, 5, speaks=speaks)
+    await asyncio.wait_for(child.keep(), 60)
+    ended = child.pid
+    os.kill(ended, signal.SIGTERM)
+    if speaks:
+        with pytest.raises(ProcessDied, match="the gateway ended with status 0"):
+            await asyncio.wait_for(child.died(), 30)
+    else:
+        async with asyncio.timeout(60):
+            while child.pid == ended or not child.serves:
+                await asyncio.sleep(0.02)
+    await child.stop(30, asyncio.Event())
 
 
 def test_a_child_ends_with_a_parent_that_is_killed(tmp_path) -> None:

@@ -229,7 +229,7 @@ def test_gateway_options_reach_the_gateway() -> None:
     )
     config = settings.gateway_config(params, ("a:1", "b:2"))
     assert config.engines == ("a:1", "b:2")
-    assert (config.engine_key, config.workers, config.cors_origins) == ("e", 3, ("*",))
+    assert (config.engine_key, params["workers"], config.cors_origins) == ("e", 3, ("*",))
     assert (config.request_timeout, config.shutdown_seconds, config.access_log) == (9.0, 2, True)
 
 
@@ -287,8 +287,9 @@ def test_the_default_of_every_engine_option_can_be_handed_to_a_child(command: st
     name, *arguments = settings.child_arguments(main.commands["engine"], params)
     assert name == "engine"
     child = parse("engine", *arguments)
-    assert {key: value for key, value in child.items() if key != "supervised"} == {
-        key: params[key] for key in child if key != "supervised"
+    own = {"supervised", "own_folder"}
+    assert {key: value for key, value in child.items() if key not in own} == {
+        key: params[key] for key in child if key not in own
     }
 
 

@@ -16,8 +16,9 @@ import pytest
 from engine import own_folder
 from engine.client import CoreClient, CoreDied
 from engine.config import EngineConfig
+from engine.kept import ProcessDied
 from engine.model.errors import ModelError
-from engine.process import CoreEnded, CoreProcess, config_from_json, config_to_json
+from engine.process import CoreProcess, config_from_json, config_to_json
 from engine.request import FinishReason, Request, SamplingParams
 
 END_SECONDS = 20
@@ -123,9 +124,8 @@ async def test_a_killed_core_is_noticed_at_once(config: EngineConfig) -> None:
 
 
 async def test_a_core_that_dies_is_started_again_but_not_for_ever(config: EngineConfig, monkeypatch) -> None:
-    monkeypatch.setattr("engine.process._FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("engine.kept._FIRST_PAUSE", 0.01)
     async with CoreProcess.start(config, progress=False, restarts=1) as core:
-        keeping = asyncio.create_task(core.keep())
         client = await CoreClient.connect(core.socket)
         first, stream = core.pid, await client.submit(request("a", max_tokens=2000))
         os.kill(first, signal.SIGKILL)
@@ -139,8 +139,8 @@ async def test_a_core_that_dies_is_started_again_but_not_for_ever(config: Engine
         outputs = [output async for event in stream if isinstance(event, list) for output in event]
         assert outputs[-1].finish is FinishReason.LENGTH
         os.kill(core.pid, signal.SIGKILL)
-        with pytest.raises(CoreEnded) as ended:
-            await keeping
+        with pytest.raises(ProcessDied, match="the engine core was killed by SIGKILL") as ended:
+            await core.died()
         assert ended.value.status == -signal.SIGKILL
         await client.close()
 

@@ -4,12 +4,14 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -28,7 +30,7 @@ from fulcrum.v1 import inference_pb2_grpc
 ROOT = Path(__file__).parents[2]
 MODEL = "org/tiny-model"
 PROGRAM = """
-import json, sys
+import json, socket, sys
 from pathlib import Path
 from gateway.config import GatewayConfig
 from gateway.server import serve
@@ -37,7 +39,7 @@ settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items
 files = ("api_key_file", "https_cert", "https_key", "https_client_ca", "engine_ca")
 settings |= {k: Path(settings[k]) for k in files if k in settings}
 if __name__ == "__main__":
-    serve(GatewayConfig(**settings), lambda host, port: print(port, flush=True))
+    serve(GatewayConfig(**settings), lambda host, port: print(port, flush=True), socket.socket(fileno=int(sys.argv[2])))
 """
 
 Script = Callable[[pb.GenerateRequest, grpc.aio.ServicerContext], AsyncIterator[pb.GenerateResponse]]
@@ -303,33 +305,49 @@ def own_engines() -> Iterator[Callable[[], FakeEngine]]:
 
 
 @contextmanager
-def running_gateway(log: Path, *, wait=True, python=sys.executable, installed=False, **settings) -> Iterator[str]:
-    """A gateway process on a free port; gives its base URL. `installed`: with `python`'s own packages alone."""
+def running_gateway(
+    log: Path, *, wait=True, python=sys.executable, installed=False, workers=1, **settings
+) -> Iterator[str]:
+    """A gateway on a free port; gives its base URL.
+
+    `installed`: with `python`'s own packages alone. `workers`: processes, which share the socket and a folder.
+    """
     env = os.environ | {"PYTHONPATH": "" if installed else f"{ROOT}{os.pathsep}{ROOT / 'proto'}"}
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            [python, "-c", PROGRAM, json.dumps({"port": 0} | settings)],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=env,
-            cwd=log.parent if installed else ROOT,
-        )
+    with ExitStack() as stack:
+        errors = stack.enter_context(log.open("w"))
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
+        if workers > 1:
+            env |= {"PROMETHEUS_MULTIPROC_DIR": stack.enter_context(tempfile.TemporaryDirectory())}
+        processes = [
+            subprocess.Popen(
+                [python, "-c", PROGRAM, json.dumps(settings), str(listener.fileno())],
+                pass_fds=[listener.fileno()],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=env,
+                cwd=log.parent if installed else ROOT,
+            )
+            for _ in range(workers)
+        ]
         try:
-            port = process.stdout.readline().strip()
-            assert port, log.read_text()
-            url = f"http{'s' if 'https_cert' in settings else ''}://127.0.0.1:{port}"
+            for process in processes:
+                assert process.stdout.readline(), log.read_text()
+            url = f"http{'s' if 'https_cert' in settings else ''}://127.0.0.1:{listener.getsockname()[1]}"
             if wait:
                 wait_until(lambda: is_healthy(url), 30, "the gateway to be healthy")
             yield url
         finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(15)
-            finally:
-                process.kill()
-                process.wait()
-                process.stdout.close()
+            listener.close()
+            for process in processes:
+                process.send_signal(signal.SIGTERM)
+            for process in processes:
+                try:
+                    process.wait(15)
+                finally:
+                    process.kill()
+                    process.wait()
+                    process.stdout.close()
 
 
 def is_healthy(url: str) -> bool:

@@ -1,7 +1,6 @@
 """Settings are checked where they enter; and the JSON of events, without a server."""
 
 import json
-import pickle
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,6 @@ def test_loopback_needs_none(host):
     [
         ("port", 65536),
         ("port", -1),
-        ("workers", 0),
         ("channels_per_engine", 0),
         ("max_body_bytes", 0),
         ("max_prompts", 0),
@@ -58,9 +56,8 @@ def test_bad_settings_are_named(field, value):
         GatewayConfig(**{field: value})
 
 
-def test_settings_reach_workers_and_hide_keys():
+def test_settings_hide_keys():
     config = GatewayConfig(api_keys=("secret",), engine_key="hidden")
-    assert pickle.loads(pickle.dumps(config)) == config
     assert "secret" not in repr(config)
     assert "hidden" not in repr(config)
 

@@ -110,16 +110,6 @@ async def test_health_answers_while_everything_is_busy(make_core, serving):
         await core.until(lambda: len(core.aborted) == 50)
 
 
-async def test_reflection_refuses_what_is_no_message(make_core, serving, details, caplog):
-    async with serving(make_core()) as server:
-        reflect = server.channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await reflect(iter([b"\xff"]), timeout=20).read()
-        error = details(caught.value)
-        assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
-    assert "DecodeError" not in caplog.text
-
-
 @pytest.mark.parametrize("version", ["v1alpha", "v1"])
 async def test_reflection_lists_and_describes(make_core, serving, version):
     async with serving(make_core()) as server:
@@ -263,6 +253,14 @@ async def test_a_dead_core_ends_every_stream_at_once(make_core, serving, details
         call = await begin(server, "again")
         core.emit("again", 0, [65], FinishReason.LENGTH)
         assert await end_of(call) is None
+
+
+async def test_who_starts_beside_a_draining_core_does_not_say_that_it_serves(make_core, serving):
+    core = make_core()
+    await core.drain()
+    async with serving(core) as server:
+        health = health_pb2_grpc.HealthStub(server.channel)
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == Status.NOT_SERVING
 
 
 async def test_a_drain_outlives_any_number_of_cores(make_core, serving):
