@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn reads it, with bounds on a request's head, and no protocol to be upgraded to."""
+"""HTTP/1.1 as uvicorn reads it, with bounds on what is no body, and no protocol to be upgraded to."""
 
 import asyncio
 import re
@@ -6,7 +6,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-# Of a request's line and headers. What the last read brought is not counted, so a little more may pass.
+# Of a request's line and headers, and of what surrounds its body: sizes of chunks, their extensions, trailers.
+# What the last read brought is not counted, so a little more may pass.
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 # Java's client and others ask for h2c in each request. The parser would leave the body unread for it.
@@ -15,20 +16,22 @@ NO_UPGRADE = b"\r\nignored"  # as long: what follows stays where its length says
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Ends connections whose headers do not end: the parser would keep them all, before any key is looked at."""
+    """Ends connections that keep sending what nobody reads: the parser would go on, whether or not a key was shown."""
 
     def __init__(self, *args: Any, head_seconds: float, **further: Any) -> None:
-        """`head_seconds`: from a new connection, or from a request's first byte, to the end of its headers."""
+        """`head_seconds`: from a new connection, or a request's first byte, to the end of its headers; and from an
+        answer to the end of its request's body.
+        """
         super().__init__(*args, **further)
         self.head_seconds = head_seconds
-        self.head_bytes = 0
+        self.loose_bytes = 0  # since the request began, or since the last of its body
         self.in_head = self.in_body = False
-        self.head_timer: asyncio.TimerHandle | None = None
+        self.timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """A client is there."""
         super().connection_made(transport)
-        self._await_head()
+        self._await()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It has gone."""
@@ -37,36 +40,55 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """A request begins."""
-        self.in_head, self.head_bytes = True, 0
-        if self.head_timer is None:
-            self._await_head()
+        self.in_head, self.loose_bytes = True, 0
+        if self.timer is None:
+            self._await()
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header; trailers are not wanted."""
+        if self.in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Its body, or the next request, follows."""
         self.in_head, self.in_body = False, True
         self._no_longer_await()
         super().on_headers_complete()
+        if self.parser.should_upgrade():  # the header's name came in pieces: what follows may be the body, or anything
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of its body."""
+        self.loose_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The next request follows."""
         self.in_body = False
+        self._no_longer_await()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """It is answered, perhaps before it has come whole."""
+        super().on_response_complete()
+        if self.in_body and self.cycle.response_complete and self.timer is None:
+            self._await()
 
     def data_received(self, data: bytes) -> None:
         """The next bytes of the connection."""
-        if self.in_head:
-            self.head_bytes += len(data)
-            if self.head_bytes > MAX_HEAD_BYTES:
+        if self.loose_bytes > MAX_HEAD_BYTES:
+            if self.in_head:
                 self.transport.write(HEAD_TOO_LARGE)
-                self.transport.close()
-                return
+            self.transport.close()
+            return
+        self.loose_bytes += len(data)
         super().data_received(data if self.in_body else UPGRADE.sub(NO_UPGRADE, data))
 
-    def _await_head(self) -> None:
-        self.head_timer = self.loop.call_later(self.head_seconds, self.transport.close)
+    def _await(self) -> None:
+        self.timer = self.loop.call_later(self.head_seconds, self.transport.close)
 
     def _no_longer_await(self) -> None:
-        if self.head_timer is not None:
-            self.head_timer.cancel()
-            self.head_timer = None
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None

@@ -180,7 +180,7 @@ def _result(compiler: "xgrammar.GrammarCompiler", job: Job, output_bytes: int) -
 def _message(error: Exception) -> str:
     """XGrammar's messages without time and place in its source."""
     text = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error).strip())
-    return "its compilation takes more memory than it may" if "bad_alloc" in text else text
+    return "its compilation takes more memory than it may" if "bad_alloc" in text else text or "it cannot be compiled"
 
 
 def _read_frame(read: Callable[[int], bytes | None]) -> bytes:

@@ -6,7 +6,7 @@ generic message, and the story in the log.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
 
 import grpc
@@ -50,23 +50,23 @@ class Guard(grpc.aio.ServerInterceptor):
         if handler is None:
             return None  # grpc answers UNIMPLEMENTED
         method = handler_call_details.method
-        refusal: ApiError | None = None
         if not method.startswith(_OPEN_SERVICE):
             try:
                 self._check(handler_call_details.invocation_metadata)
             except ApiError as error:
-                refusal = error
+                # As a stream, whatever it is: no message is read, and so none is kept, for a caller without a key.
+                return grpc.stream_stream_rpc_method_handler(self._refuse(method, error))
         if handler.request_streaming:  # reflection: it has no messages of ours to guard
-            return handler if refusal is None else grpc.stream_stream_rpc_method_handler(self._refuse(method, refusal))
+            reflected = self._reflect(handler.stream_stream)
+            serializers = handler.request_deserializer, handler.response_serializer
+            return grpc.stream_stream_rpc_method_handler(reflected, *serializers)
         behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
-        wrapped = self._wrap(method, behavior, handler.request_deserializer, refusal)
+        wrapped = self._wrap(method, behavior, handler.request_deserializer)
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(wrapped, None, serialized)
         return grpc.unary_unary_rpc_method_handler(wrapped, None, handler.response_serializer)
 
-    def _wrap(
-        self, method: str, behavior: Any, deserialize: Any, refusal: ApiError | None
-    ) -> Callable[[bytes, Context], Awaitable[Any]]:
+    def _wrap(self, method: str, behavior: Any, deserialize: Any) -> Callable[[bytes, Context], Awaitable[Any]]:
         name = method.rpartition("/")[2]
 
         async def guarded(payload: bytes, context: Context) -> Any:
@@ -79,13 +79,10 @@ class Guard(grpc.aio.ServerInterceptor):
         async def answered(payload: bytes, context: Context) -> Any:
             code = "OK"
             try:
-                if refusal is not None:
-                    raise refusal
                 try:
                     request = deserialize(payload)
                 except DecodeError as error:  # such as a string that is not UTF-8
-                    text = "the message is not a valid protobuf message of this RPC"
-                    raise ApiError(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE", text) from error
+                    raise _malformed() from error
                 return await behavior(request, context)
             except ApiError as error:
                 code = error.code.name
@@ -110,9 +107,25 @@ class Guard(grpc.aio.ServerInterceptor):
 
         return guarded
 
+    def _reflect(self, behavior: Any) -> Callable[[Any, Context], AsyncIterator[Any]]:
+        async def reflected(requests: Any, context: Context) -> AsyncIterator[Any]:
+            try:
+                async for reply in behavior(requests, context):
+                    yield reply
+            except DecodeError:
+                refusal = _malformed()
+                await context.abort(refusal.code, refusal.message, refusal.trailers())
+
+        return reflected
+
     def _refuse(self, method: str, refusal: ApiError) -> Callable[[Any, Context], Awaitable[None]]:
         async def refused(_: Any, context: Context) -> None:
             self._figures.calls.add(method.rpartition("/")[2], refusal.code.name)
             await context.abort(refusal.code, refusal.message, refusal.trailers())
 
         return refused
+
+
+def _malformed() -> ApiError:
+    text = "the message is not a valid protobuf message of this RPC"
+    return ApiError(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE", text)

@@ -10,6 +10,7 @@ Knows neither grammars nor tokens.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise, product
@@ -65,7 +66,7 @@ def core_schema(text: str) -> str:
         SchemaError: it is no JSON Schema, or one that cannot be expressed.
     """
     try:
-        root = json.loads(text)
+        root = json.loads(text, parse_float=_double, parse_int=_whole, parse_constant=_double)
     except (ValueError, RecursionError) as error:
         raise SchemaError("", f"not valid JSON: {error}") from error
     if not isinstance(root, dict | bool):
@@ -76,6 +77,18 @@ def core_schema(text: str) -> str:
         raise SchemaError("", f"the schema has more than {MAX_DEPTH} levels") from error
     except re.error as error:
         raise SchemaError("", f"the pattern {error.pattern!r:.80} is not valid: {error}") from error
+
+
+def _double(text: str) -> float:
+    """NaN and the infinities are no JSON, and greater numbers none that the compiler of grammars takes."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text:.20} is not in the range of numbers")
+    return value
+
+
+def _whole(text: str) -> int:
+    _double(text)
+    return int(text)
 
 
 class _Rewriter:

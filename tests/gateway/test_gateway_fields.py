@@ -5,6 +5,7 @@ import functools
 import gzip
 import json
 import socket
+import time
 
 import httpx
 import pytest
@@ -467,6 +468,56 @@ def test_headers_without_an_end_are_cut(http, gateway, piece):
     assert http.get(f"{gateway}/livez", headers={"x-long": "a" * 30_000}).status_code == 200
 
 
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer key-two"}], ids=["without a key", "with a key"])
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"2\r\n{}\r\n0\r\n", b"x-more: " + b"a" * 60_000 + b"\r\n"),
+        (b"2\r\n{}\r\n0\r\nx-more: ", b"a" * 60_000),
+        (b"2;", b"a" * 60_000),
+        (b"", b"0" * 60_000),
+    ],
+    ids=["many trailers", "one trailer", "an extension", "a size"],
+)
+def test_what_surrounds_a_body_is_bounded_too(http, guarded, headers, begin, piece):
+    """The body is chunked; each piece would be kept, or read for ever."""
+    place = httpx.URL(guarded.url)
+    lines = b"".join(f"{name}: {value}\r\n".encode() for name, value in headers.items())
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n" + lines + b"\r\n"
+    with socket.create_connection((place.host, place.port), timeout=20) as connection:
+        connection.sendall(head + begin)
+        with pytest.raises(ConnectionError):
+            connection.sendall(piece * 1000)
+
+
+def test_trailers_of_an_ordinary_body_are_ignored(http, gateway, engine):
+    place = httpx.URL(gateway)
+    body = b'd\r\n{"prompt":"a"\r\n1;ext=1\r\n}\r\n0\r\nx-request-id: trailer\r\n\r\n'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+    with socket.create_connection((place.host, place.port), timeout=20) as connection:
+        connection.sendall(head + body)
+        received = b"".join(iter(functools.partial(connection.recv, 4096), b""))
+    assert received.startswith(b"HTTP/1.1 200 ")
+    assert b"trailer" not in received
+
+
+def test_a_refused_request_s_body_is_not_read_for_ever(start_gateway, engine):
+    with start_gateway(engines=[engine.address], api_keys=["k"], arrival_seconds=2) as url:
+        place = httpx.URL(url)
+        with socket.create_connection((place.host, place.port), timeout=20) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+            assert connection.recv(13) == b"HTTP/1.1 401 "
+            connection.settimeout(0.05)
+            deadline = time.monotonic() + 30
+            with contextlib.suppress(ConnectionError):
+                while time.monotonic() < deadline:
+                    connection.sendall(b"1\r\na\r\n")
+                    with contextlib.suppress(TimeoutError):
+                        if not connection.recv(4096):
+                            break
+            assert time.monotonic() < deadline, "the body is still taken"
+
+
 def test_clients_that_do_not_go_on_are_let_go(start_gateway, engine):
     """Whether they have sent nothing, half of their headers or half of their body, they hold nothing for long."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -490,6 +541,28 @@ def test_an_upgrade_is_ignored(http, gateway, engine, kit):
     body = kit.CHAT | {"user": "\r\nUpgrade: x"}
     answer = http.post(f"{gateway}/v1/chat/completions", json=body, headers=offer)
     assert answer.json()["choices"][0]["message"]["content"] == "Hello world"
+
+
+def test_an_upgrade_in_pieces_lets_no_request_hide_in_a_body(gateway, engine):
+    """A proxy in front would have taken this for one request."""
+    place = httpx.URL(gateway)
+    hidden = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+    pieces = [
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgr",
+        b"ade: h2c\r\ncontent-length: %d\r\n\r\n" % len(hidden),
+        hidden,
+    ]
+    with socket.create_connection((place.host, place.port), timeout=20) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for piece in pieces:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(piece)
+            httpx.get(f"{gateway}/livez")  # the gateway has read the piece by now
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            received = b"".join(iter(functools.partial(connection.recv, 4096), b""))  # to the connection's end
+    assert received.count(b"HTTP/1.1 ") == 1
+    assert b"tiny-model" not in received
 
 
 def test_floods_are_refused_in_time(http, gateway, engine):

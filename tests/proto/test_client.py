@@ -165,10 +165,10 @@ async def test_deadline_travels_and_ends_the_call() -> None:
 
     async with serving(handler) as client:
         with pytest.raises(FulcrumError) as caught:
-            await client.complete(pb.GenerateRequest(text="x"), deadline=0.3)
+            await client.complete(pb.GenerateRequest(text="x"), deadline=1.0)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert seen[0] is not None
-    assert 0 < seen[0] <= 0.3
+    assert 0 < seen[0] <= 1.01  # gRPC may round it up
 
 
 async def test_retries_before_the_first_message_only() -> None:

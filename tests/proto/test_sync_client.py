@@ -179,8 +179,8 @@ def test_the_tries_share_one_deadline() -> None:
     with serving(handler) as address, SyncFulcrumClient(address) as client, pytest.raises(FulcrumError) as caught:
         client.complete(REQUEST, deadline=2)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert seen[0] <= 2.0
-    assert seen[1] <= 1.7
+    assert seen[0] < 2.1  # gRPC rounds up what it sends
+    assert seen[1] < seen[0] - 0.2
 
 
 def test_pauses_double_up_to_a_limit() -> None:

@@ -1,5 +1,6 @@
 """Tenants, priorities, salts and administration: what each key may do."""
 
+import asyncio
 import hashlib
 import stat
 from pathlib import Path
@@ -126,6 +127,22 @@ async def test_a_server_without_keys_takes_anybodys_word(core, serving):
             Code.PERMISSION_DENIED
         )
         assert len({request.salt for request in core.requests}) == 3
+
+
+async def test_without_a_key_no_message_is_waited_for(core, serving, details):
+    """Messages are large: what comes without a key is not kept."""
+
+    async def silence():
+        await asyncio.Event().wait()
+        yield b""
+
+    async with serving(core, api_keys=("plain",)) as server:
+        for method in ("Generate", "Tokenize", "GetModel"):
+            call = server.channel.stream_stream(f"/fulcrum.v1.InferenceService/{method}")(silence(), timeout=20)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            error = details(caught.value)
+            assert (error.code, error.reason) == (Code.UNAUTHENTICATED, "API_KEY_MISSING")
 
 
 async def test_administration_over_tcp_needs_an_admin(core, serving, key_file, tmp_path):

@@ -64,6 +64,7 @@ async def test_each_kind_allows_what_it_says(compiler, kind, source, good, bad):
         ("json_schema", "{", "not valid JSON"),
         ("json_schema", '{"uniqueItems": true}', "/uniqueItems: uniqueItems is not served"),
         ("json_schema", '{"pattern": "("}', "/pattern"),
+        ("json_schema", '{"maximum": 1e999}', "1e999 is not in the range of numbers"),
         ("regex", "(", "parenthesis is not closed"),
         ("regex", "(?=a)", "Lookahead"),
         ("grammar", "root ::= missing", "missing"),

@@ -110,6 +110,16 @@ async def test_health_answers_while_everything_is_busy(make_core, serving):
         await core.until(lambda: len(core.aborted) == 50)
 
 
+async def test_reflection_refuses_what_is_no_message(make_core, serving, details, caplog):
+    async with serving(make_core()) as server:
+        reflect = server.channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await reflect(iter([b"\xff"]), timeout=20).read()
+        error = details(caught.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
+    assert "DecodeError" not in caplog.text
+
+
 @pytest.mark.parametrize("version", ["v1alpha", "v1"])
 async def test_reflection_lists_and_describes(make_core, serving, version):
     async with serving(make_core()) as server:
