@@ -122,13 +122,16 @@ class GrammarCompiler:
 
     async def _compile(self, constraint: Constraint) -> Result:
         async with self._slots:
-            path = await self._started()
             loop = asyncio.get_running_loop()
-            began = loop.time()
-            result = await self._ask(path, Job(*constraint))
+            for deaths in (0, 1):
+                path = await self._started()
+                began = loop.time()
+                result = await self._ask(path, Job(*constraint))
+                if result is not None or not await self._has_died(path):
+                    break
+                if deaths:
+                    raise RuntimeError("the grammar compiler has died, and so has its successor")
             if result is None:
-                if self._process is None or self._process.returncode is not None:
-                    raise RuntimeError("the grammar compiler has died")
                 late = loop.time() - began >= self._seconds
                 limit = f"takes longer than the {self._seconds:g} s" if late else "takes more memory or depth than"
                 result = Result(error=f"its compilation {limit} that it may")
@@ -155,6 +158,17 @@ class GrammarCompiler:
             return None
         finally:
             writer.close()
+
+    async def _has_died(self, path: Path) -> bool:
+        """Whether nobody listens: the process's end may not be known yet."""
+        try:
+            _, writer = await asyncio.open_unix_connection(str(path))
+        except OSError:
+            assert self._process is not None
+            await self._process.wait()
+            return True
+        writer.close()
+        return False
 
     async def _started(self) -> Path:
         """The worker's socket; starts it if it does not run."""

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
+from pathlib import Path
 
 import grpc
 import pytest
@@ -115,11 +117,18 @@ async def test_equal_ones_are_compiled_once_and_kept(compiler, monkeypatch):
     assert len(jobs) == 1
 
 
-async def test_the_process_is_started_anew_when_it_has_died(compiler):
-    await compiler.compile(Constraint("regex", "before"))
-    compiler._process.kill()
-    await compiler._process.wait()
-    await compiler.compile(Constraint("regex", "after"))
+async def test_what_waits_for_a_process_that_dies_is_compiled_by_the_next(compiler):
+    await compiler.compile(Constraint("regex", "stopped"))
+    process = compiler._process
+    os.kill(process.pid, signal.SIGSTOP)
+    waiting = asyncio.create_task(compiler.compile(Constraint("regex", "waits[0-9]")))
+    listener = Path(compiler._folder.name, "socket")
+    async with asyncio.timeout(10):
+        while Path("/proc/net/unix").read_text().count(str(listener)) < 2:  # the listener, and who waits at it
+            await asyncio.sleep(0.01)
+    process.kill()
+    assert (await waiting).data
+    assert compiler._process is not process
 
 
 async def test_grammars_are_of_one_vocabulary_and_make_room(compiler):
