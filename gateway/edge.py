@@ -2,11 +2,13 @@
 disconnects and streams go through untouched."""
 
 import asyncio
+import ipaddress
 import logging
 import re
 import secrets
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -70,13 +72,12 @@ class Edge:
             await send(message)
 
         try:
-            known = self._keys.open or key is not None
-            if known or scope["method"] == "OPTIONS" or scope["path"] in OPEN_PATHS:
+            refusal = self._refusal(scope, headers, key)
+            if refusal is None:
                 await self._app(scope, receive, send_labelled)
             else:
-                text = "Missing or wrong API key: send Authorization: Bearer KEY."
-                error = ApiError(401, text, code="invalid_api_key")
-                await JSONResponse(error.body(), 401, error.headers())(scope, receive, send_labelled)
+                answer = JSONResponse(refusal.body(), refusal.status, refusal.headers())
+                await answer(scope, receive, send_labelled)
         except asyncio.CancelledError:
             # Only the end of a drain cancels requests. (A stream has said it itself, behind its head.)
             if begun:
@@ -103,6 +104,27 @@ class Edge:
                     seconds=passed,
                 )
                 access.info("%s %s %d %.3fs %s", scope["method"], wire, told, passed, label, extra=fields)
+
+    def _refusal(self, scope: Scope, headers: Headers, key: Key | None) -> ApiError | None:
+        if self._keys.open:
+            if is_local(headers.get("host", "localhost")):
+                return None
+            text = "Without API keys the server is called by localhost or an IP address alone, not by another name."
+            return ApiError(403, text, "permission_error", code="host_not_allowed")
+        if key is not None or scope["method"] == "OPTIONS" or scope["path"] in OPEN_PATHS:
+            return None
+        return ApiError(401, "Missing or wrong API key: send Authorization: Bearer KEY.", code="invalid_api_key")
+
+
+def is_local(host: str) -> bool:
+    """Whether a Host header may be of somebody on this machine. Of a page from elsewhere, which has let its name lead
+    here (DNS rebinding), it is that name.
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or name.endswith(".localhost") or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
 
 
 def end_span(span: Any, route: str, status: int, state: dict[str, Any]) -> None:

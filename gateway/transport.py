@@ -38,7 +38,8 @@ async def read_json(request: Request, max_bytes: int, seconds: float, read: Call
         raise ApiError(
             400, f"Content-Encoding {coding[:80]!r} is not supported: send the body as it is.", code="invalid_encoding"
         )
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    # Absent neither: a page from anywhere may send a body without one to a server on its reader's machine.
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(400, f"Content-Type must be application/json, not {kind[:80]!r}.", code="invalid_content_type")
     length = request.headers.get("content-length", "0")

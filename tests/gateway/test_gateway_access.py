@@ -128,6 +128,30 @@ def test_no_cors_unless_asked_for(http, gateway, kit):
 
 
 @pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *(
+            (host, 200)
+            for host in ("localhost", "LOCALHOST:8000", "a.localhost", "127.0.0.1:1", "[::1]:8000", "10.1.2.3")
+        ),
+        *(
+            (host, 403)
+            for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil", "")
+        ),
+        *((host, 403) for host in ("[::1", "127.0.0.1x", ":8000", "xn--localhost", "0x7f.1")),
+    ],
+)
+def test_without_keys_a_name_from_elsewhere_is_not_answered(http, gateway, guarded, host, status):
+    """DNS rebinding: a page of evil.example, whose name leads here now, would read the answers."""
+    answer = http.get(f"{gateway}/v1/models", headers={"host": host})
+    assert answer.status_code == status
+    if status == 403:
+        assert answer.json()["error"]["code"] == "host_not_allowed"
+    # Who has a key may call the server by whatever name it has.
+    assert http.get(f"{guarded.url}/v1/models", headers=guarded.headers | {"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
     ("given", "label"),
     [
         ("my-label_1.2:3/4=+A", "my-label_1.2:3/4=+A"),

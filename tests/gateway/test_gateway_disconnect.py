@@ -13,7 +13,8 @@ def connect(gateway, path, body):
     """Sends a request and does not read the answer."""
     url = urlsplit(gateway)
     raw = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(raw)}\r\n\r\n"
     connection = socket.create_connection((url.hostname, url.port), timeout=10)
     connection.sendall(head.encode() + raw)
     return connection
@@ -66,7 +67,8 @@ def test_leaving_cancels_other_calls_too(gateway, engine, kit):
 def test_leaving_before_the_body_is_there_starts_nothing(gateway, engine, http):
     url = urlsplit(gateway)
     with socket.create_connection((url.hostname, url.port), timeout=10) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        connection.sendall(head + b"content-length: 100\r\n\r\n{")
     assert http.post(f"{gateway}/v1/completions", json={"prompt": "p"}).status_code == 200
     assert len(engine.calls) == 1
 

@@ -62,7 +62,7 @@ def test_client_certificates(own_engines, start_gateway, certificates, tmp_path,
             plain.settimeout(20)
             plain.connect((address.hostname, address.port))
             with shown.wrap_socket(plain, server_hostname="localhost", session=session) as connection:
-                connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\n\r\n")
+                connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer k\r\n\r\n")
                 return connection.recv(12), connection.session
         return b"", None
 
