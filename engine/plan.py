@@ -13,6 +13,7 @@ class Plan:
     Attributes:
         budget: tokens that may still be added.
         short: whether a sequence lacked a page.
+        moving: tokens of the sequences that may still take a row.
         reading: tokens of prompts that may still be read for guesses.
         room: guesses for which a sequence may yet wait.
         guessing: decoding sequences whose next tokens may be guessed.
@@ -21,6 +22,7 @@ class Plan:
     step_id: int
     budget: int
     short: bool = False
+    moving: int = 0
     reading: int = 0
     room: int = 0
     inits: list[RowInit] = field(default_factory=list)

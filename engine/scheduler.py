@@ -14,7 +14,8 @@ Rules kept here:
   ends, and its whole cached prefix is withdrawn: the page that spoilt it may be one that it only read.
 - Out of pages, the sequence of the last rank is preempted (of the tenant that has had most, where there are several):
   its pages stay in the tree, it goes back to the place of its rank in the queue. Nothing is admitted in such a step.
-- A sequence is admitted when all its known tokens fit, with a watermark to spare if others run. Up to `look_ahead` that
+- A sequence is admitted when all its known tokens fit, with a watermark to spare if others run: as many in a step as
+  have MOVING tokens together, cached ones too, so that no step is long in the making. Up to `look_ahead` that
   do not fit are passed by, each MAX_OVERTAKEN times at most; then nobody of a later rank is admitted before it.
 - With full-length reservation a sequence gets, when it is admitted, the pages of its prompt and all its max_tokens, as
   engines without paging do, and never lacks one afterwards.
@@ -56,6 +57,7 @@ __all__ = ["IntegrityError", "Scheduler", "SequenceUpdate"]
 
 MAX_OVERTAKEN = 64
 WATERMARK = 0.01  # of the pool; at least one page
+MOVING = 131_072  # tokens of the sequences that take a row in one step, if there are several
 READING = 2048  # tokens of prompts that a step reads for guesses, beside those that it computes
 
 _tuple = tuple.__new__
@@ -179,7 +181,7 @@ class Scheduler:
                 max_length=max_length,
                 stops=stops,
                 stop_mask=tuple(stops) if params.min_tokens and not request.grammar else (),
-                tokens=list(request.prompt),
+                tokens=[],
                 num_tokens=len(request.prompt),
                 logprobs_from=max_length if index or params.prompt_logprobs is None else 1,
                 matcher=matchers[index],
@@ -272,7 +274,7 @@ class Scheduler:
         return step
 
     def _plan(self) -> Step | None:
-        plan = Plan(self._next_id, self._budget, reading=READING)
+        plan = Plan(self._next_id, self._budget, reading=READING, moving=MOVING)
         decoding = tuple(self._decoding)
         decode_first = self._chunked or self._short
         if decode_first:
@@ -416,7 +418,7 @@ class Scheduler:
                 passed.append(sequence)
             if len(passed) > self._look_ahead or any(one.overtaken >= MAX_OVERTAKEN for one in passed):
                 return
-            if not (self._free_rows and plan.budget) or plan.short:
+            if not (self._free_rows and plan.budget and plan.moving > 0) or plan.short:
                 return
 
     def _fits(self, plan: Plan, sequence: Sequence) -> bool:
@@ -456,7 +458,11 @@ class Scheduler:
         sequence.state = State.RUNNING
         sequence.row = row = self._free_rows.pop()
         self._rows[row] = sequence
-        tokens, prompt_length = tuple(sequence.tokens), len(request.prompt)
+        prompt_length = len(request.prompt)
+        if not sequence.tokens:
+            sequence.tokens += request.prompt
+        tokens = request.prompt if len(sequence.tokens) == prompt_length else tuple(sequence.tokens)
+        plan.moving -= len(tokens)
         if request.params.top_logprobs is not None:
             self._asked[row] = request.params.top_logprobs
         plan.inits.append(RowInit(row, tokens, prompt_length, request.params, sequence.index, sequence.stop_mask))
@@ -518,11 +524,12 @@ class Scheduler:
             plan.masks.append((len(plan.samples), mask))
 
     def _fork(self, plan: Plan, leader: Sequence, sibling: Sequence) -> None:
-        """A sibling goes on from the leader's prompt, or queues on its own if there is no row or page for it."""
+        """A sibling goes on from the leader's prompt. It queues on its own where it does not fit in this step."""
         sibling.leader = None
         # Full pages are shared.
         wanted = len(leader.pages) - leader.num_computed // self._cache.page_size if self._reserve else 1
-        if self._free_rows and self._cache.available - wanted >= self._watermark:
+        shared = leader.node is not None  # so that it finds the prompt again
+        if self._free_rows and self._cache.available - wanted >= self._watermark and (plan.moving > 0 or not shared):
             plan.copies += self._cache.fork(leader, sibling)
             self._occupy(plan, sibling)
             self._draw(plan, sibling)
@@ -565,7 +572,7 @@ class Scheduler:
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         """The sequence is over, in whatever state it was."""
         if self._tracer:
-            generated = len(sequence.tokens) - len(sequence.request.prompt)
+            generated = max(0, len(sequence.tokens) - len(sequence.request.prompt))
             self._trace(sequence, "finished", reason=reason.name, tokens=generated)
         if sequence.state is State.RUNNING:
             self._stop(sequence)

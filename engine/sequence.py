@@ -44,7 +44,7 @@ class Sequence:
         max_length: prompt + max_tokens.
         stops: token ids that end the sequence, and the reason.
         stop_mask: the same ids if min_tokens bars them at first, else empty.
-        tokens: every collected token, prompt first. Never a placeholder.
+        tokens: every collected token, prompt first; none before its first row. Never a placeholder.
         logprobs_from: the first token of the prompt whose logprob is still to be reported; max_length: none is.
         matcher: where the text stands in its grammar, after all of `tokens`; None without a grammar.
         ngrams: guesses at its next tokens; None where that is off.

@@ -65,8 +65,9 @@ class KVCache:
     def acquire(self, sequence: Sequence) -> None:
         """Begins a page table with the longest cached prefix of all tokens before the first whose logits are wanted."""
         if self._prefix_cache and not sequence.request.bypass_cache:
-            salt, limit = sequence.request.salt, self._matchable(sequence)
-            sequence.node, sequence.pages = self._tree.acquire(salt, sequence.tokens, limit)
+            request, limit = sequence.request, self._matchable(sequence)
+            tokens = sequence.tokens or request.prompt
+            sequence.node, sequence.pages = self._tree.acquire(request.salt, tokens, limit)
             self._pool.share(sequence.pages)
             sequence.num_computed = sequence.num_cached = len(sequence.pages) * self.page_size
 
@@ -74,7 +75,8 @@ class KVCache:
         """Tokens that `acquire` would find cached."""
         if not self._prefix_cache or sequence.request.bypass_cache:
             return 0
-        found = self._tree.match(sequence.request.salt, sequence.tokens, self._matchable(sequence))
+        tokens = sequence.tokens or sequence.request.prompt
+        found = self._tree.match(sequence.request.salt, tokens, self._matchable(sequence))
         return found * self.page_size
 
     def _matchable(self, sequence: Sequence) -> int:

@@ -46,21 +46,24 @@ class PagePool:
 
     def share(self, pages: Iterable[int]) -> None:
         """One more reference to each of these pages."""
+        references = self._references
         for page in pages:
-            if not self._references[page]:
+            if not references[page]:
                 raise IntegrityError(f"page {page} is free and cannot be shared")
-            self._references[page] += 1
+            references[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
         """One reference less to each of these pages. The last page is released first, so that the first is reused last.
 
         Raises: IntegrityError if a page is free already.
         """
+        references = self._references
         for page in reversed(pages):
-            if not self._references[page]:
+            left = references[page] - 1
+            if left < 0:
                 raise IntegrityError(f"page {page} is released twice")
-            self._references[page] -= 1
-            if not self._references[page]:
+            references[page] = left
+            if not left:
                 self._free.append(page)
 
     def check_integrity(self, holders: Iterable[int]) -> None:

@@ -330,6 +330,31 @@ def test_siblings_without_a_row_wait_for_one(harness):
     assert engine.scheduler.stats.prefill_tokens == 10 + 3 * 2 + 6, "the late ones find the prompt in the cache"
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_not_all_siblings_of_a_long_prompt_take_a_row_in_one_step(harness, monkeypatch, prefix_cache, depth):
+    """Rows for 40 tokens a step, and one more: the others find the prompt again. Uncached, all begin at once."""
+    monkeypatch.setattr("engine.scheduler.MOVING", 40)
+    engine = harness(depth=depth, prefix_cache=prefix_cache, max_num_batched_tokens=64, num_pages=256)
+    engine.add("a", prompt(30), n=5, temperature=1.0, seed=3, max_tokens=9)
+    engine.run().check_outputs()
+    begun = [len(step.inits) for step in engine.steps if step.inits]
+    assert begun == ([2, 2, 1] if prefix_cache else [5])
+    assert engine.scheduler.stats.prefill_tokens == 30 + (3 * 2 if prefix_cache else 0)
+
+
+def test_not_all_cached_prompts_that_come_together_take_a_row_in_one_step(harness, monkeypatch):
+    monkeypatch.setattr("engine.scheduler.MOVING", 40)
+    engine = harness()
+    engine.add("first", prompt(30), max_tokens=2)
+    engine.run()
+    del engine.steps[:]
+    for name in "abcde":
+        engine.add(name, prompt(30), max_tokens=9)
+    engine.run().check_outputs()
+    assert [len(step.inits) for step in engine.steps if step.inits] == [2, 2, 1]
+
+
 def test_siblings_go_on_when_their_leader_ends_early(harness):
     engine = harness(max_num_batched_tokens=8)
     engine.add("a", prompt(20), n=3, max_tokens=3)
