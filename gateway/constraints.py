@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from gateway.strict import Strict
 
 Schema = dict[str, Any] | bool
-Choices = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+Choices = Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)]
 
 
 class JsonSchema(Strict):

@@ -7,6 +7,9 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from gateway.constraints import Given, TextFormat
 from gateway.schemas import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
     UINT32_MAX,
     Body,
     CalledFunction,
@@ -63,7 +66,11 @@ class Text(Body):
     prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
-Texts = Annotated[list[Text], Field(fail_fast=True), BeforeValidator(one_text, json_schema_input_type=str | list[Text])]
+Texts = Annotated[
+    list[Text],
+    Field(max_length=MAX_PARTS, fail_fast=True),
+    BeforeValidator(one_text, json_schema_input_type=str | list[Text]),
+]
 
 
 class Thought(Body):
@@ -71,6 +78,9 @@ class Thought(Body):
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
+
+
+Thoughts = Annotated[list[Thought], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class Item(Body):
@@ -108,8 +118,8 @@ class Reasoning(Item):
     """What the assistant thought."""
 
     type: Literal["reasoning"]
-    content: Annotated[list[Thought], Field(fail_fast=True)] | None = None
-    summary: Annotated[list[Thought], Field(fail_fast=True)] | None = None
+    content: Thoughts | None = None
+    summary: Thoughts | None = None
     encrypted_content: None = None
 
 
@@ -185,11 +195,11 @@ class ResponsesRequest(Sampling):
 
     input: Annotated[
         list[AnyItem],
-        Field(min_length=1, fail_fast=True),
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
         BeforeValidator(one_message, json_schema_input_type=str | list[AnyItem]),
     ]
     instructions: str | None = None
-    include: Annotated[list[Includable], Field(fail_fast=True)] | None = None
+    include: Annotated[list[Includable], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None
     metadata: (
         Annotated[
@@ -201,7 +211,7 @@ class ResponsesRequest(Sampling):
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     top_logprobs: Top | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -222,6 +232,7 @@ def as_chat(body: ResponsesRequest) -> tuple[ChatPrompt, dict[str, str]]:
     Reasoning, text and calls of the assistant that follow one another are one message, as templates know it.
     """
     messages: list[Message] = []
+    thoughts: list[tuple[Message, list[str]]] = []
     names = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
     names |= {f"tools[{number}].function": f"tools[{number}]" for number, _ in enumerate(body.tools or ())}
     if body.instructions is not None:
@@ -240,9 +251,10 @@ def as_chat(body: ResponsesRequest) -> tuple[ChatPrompt, dict[str, str]]:
             case InputMessage():
                 turn = Message(role=item.role, content=parts(item.content))
             case Reasoning():
-                turn = Message(role="assistant") if turn is None or said else turn
-                thoughts = "".join(part.text for part in item.content or item.summary or ())
-                turn.reasoning_content = (turn.reasoning_content or "") + thoughts
+                if turn is None or said:
+                    turn = Message(role="assistant")
+                    thoughts.append((turn, []))
+                thoughts[-1][1].extend(part.text for part in item.content or item.summary or ())
                 field, own = "reasoning", ""
             case FunctionCall():
                 turn = turn or Message(role="assistant")
@@ -255,6 +267,8 @@ def as_chat(body: ResponsesRequest) -> tuple[ChatPrompt, dict[str, str]]:
         message = f"messages[{len(messages) - 1}]"
         names.setdefault(message, f"input[{number}]")
         names[f"{message}.{field}"] = f"input[{number}]{own}"
+    for turn, texts in thoughts:
+        turn.reasoning_content = "".join(texts)
     choice = body.tool_choice
     prompt = ChatPrompt(
         messages=messages,

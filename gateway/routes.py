@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -55,6 +56,8 @@ class Routes:
         self._config = config
         self._pool = pool
         self._metrics = metrics
+        # More would only share one interpreter, and take it from the streams.
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="body")
 
     async def chat_completions(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -237,7 +240,8 @@ class Routes:
         def both(fields: dict[str, Any]) -> tuple[B, T]:
             return (body := read(fields)), mapped(body)
 
-        return await read_json(request, self._config.max_body_bytes, self._config.arrival_seconds, both)
+        config = self._config
+        return await read_json(request, config.max_body_bytes, config.arrival_seconds, both, self._threads)
 
     def _context(self, request: Request) -> CallContext:
         """The label and the deadline: the caller's x-request-timeout or the gateway's limit, whichever is shorter."""

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -12,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.errors import ApiError, going_down
 from gateway.schemas import parse_json
 from gateway.sse import HEARTBEAT
+from gateway.structure import Structure
 
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -19,19 +21,21 @@ STREAM_HEADERS = {
     "x-accel-buffering": "no",
 }
 
-# To check a body takes up to 0.2 s a MiB (of token ids).
-LARGE_BYTES = 128 << 10
+# What takes more than some milliseconds to check, by its bytes, its nodes and its values.
+LARGE = (128 << 10, 1 << 10, 1 << 13)
 
 T = TypeVar("T")
 Write = Callable[[bytes], Awaitable[None]]
 Source = Callable[[Write], Awaitable[bytes]]
 
 
-async def read_json(request: Request, max_bytes: int, seconds: float, read: Callable[[dict[str, Any]], T]) -> T:
+async def read_json(
+    request: Request, max_bytes: int, seconds: float, read: Callable[[dict[str, Any]], T], threads: Executor
+) -> T:
     """What `read` makes of the JSON object in a request's body; of a large one in a thread, so that the others go on.
 
-    Raises: ApiError 400 for another content type or bad JSON, 413 for a body of more than `max_bytes`, 408 for one that
-        takes more than `seconds` to come; ClientDisconnect; whatever `read` raises.
+    Raises: ApiError 400 for another content type, bad JSON or too much of it, 413 for a body of more than `max_bytes`,
+        408 for one that takes more than `seconds` to come; ClientDisconnect; whatever `read` raises.
     """
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
@@ -45,18 +49,21 @@ async def read_json(request: Request, max_bytes: int, seconds: float, read: Call
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > max_bytes:
         raise too_large(max_bytes)
-    body = bytearray()
+    body, structure = bytearray(), Structure()
     try:
         async with asyncio.timeout(seconds):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > max_bytes:
                     raise too_large(max_bytes)
+                structure.add(chunk)
+                structure.check(body)
     except TimeoutError as error:
         message = f"The body did not come within {seconds:g} seconds."
         raise ApiError(408, message, code="request_timeout") from error
-    if len(body) > LARGE_BYTES:
-        return await asyncio.to_thread(lambda: read(parse_json(bytes(body))))
+    if any(size > most for size, most in zip((len(body), structure.nodes, structure.values), LARGE, strict=True)):
+        work = asyncio.get_running_loop().run_in_executor(threads, lambda: read(parse_json(bytes(body))))
+        return await work
     return read(parse_json(bytes(body)))
 
 

@@ -1,0 +1,135 @@
+"""How much a request may hold: of each field, and in all. (What a prompt may hold, the engine says.)"""
+
+import json
+import random
+import socket
+
+import httpx
+import pytest
+
+from gateway.structure import Structure
+
+TEXT = {"type": "text", "text": "x"}
+CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+USER = {"role": "user", "content": "hi"}
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+
+# Path, field at fault, how many there may be, and a body with so many.
+BOUNDS = [
+    (CHAT, "messages", 8192, lambda n: {"messages": [USER] * n}),
+    (CHAT, "messages[1].content", 2048, lambda n: {"messages": [USER, {"role": "user", "content": [TEXT] * n}]}),
+    (CHAT, "messages[0].tool_calls", 128, lambda n: {"messages": [{"role": "assistant", "tool_calls": [CALL] * n}]}),
+    (CHAT, "tools", 128, lambda n: {"messages": [USER], "tools": [TOOL] * n}),
+    (CHAT, "stop_token_ids", 1024, lambda n: {"messages": [USER], "stop_token_ids": [1] * n}),
+    (CHAT, "logit_bias", 1024, lambda n: {"messages": [USER], "logit_bias": {str(i): 1 for i in range(n)}}),
+    (CHAT, "guided_choice", 1024, lambda n: {"messages": [USER], "guided_choice": ["x"] * n}),
+    (
+        COMPLETIONS,
+        "structured_outputs.choice",
+        1024,
+        lambda n: {"prompt": "p", "structured_outputs": {"choice": ["x"] * n}},
+    ),
+    (COMPLETIONS, "stop", 16, lambda n: {"prompt": "p", "stop": ["x"] * n}),
+    (RESPONSES, "input", 8192, lambda n: {"input": [USER] * n}),
+    (
+        RESPONSES,
+        "input[0].content",
+        2048,
+        lambda n: {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}] * n}]},
+    ),
+    (
+        RESPONSES,
+        "input[0].content",
+        2048,
+        lambda n: {"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}] * n}]},
+    ),
+    (RESPONSES, "tools", 128, lambda n: {"input": "hi", "tools": [{"type": "function", "name": "f"}] * n}),
+    (RESPONSES, "metadata", 16, lambda n: {"input": "hi", "metadata": {str(i): "x" for i in range(n)}}),
+]
+
+
+@pytest.mark.parametrize(("path", "param", "most", "body"), BOUNDS)
+def test_of_each_field_so_many_are_taken_and_no_more(http, gateway, engine, path, param, most, body):
+    taken = http.post(f"{gateway}{path}", json=body(most))
+    assert taken.status_code == 200, taken.text
+    refused = http.post(f"{gateway}{path}", json=body(most + 1))
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["param"], error["code"]) == (param, "invalid_value")
+    assert param in error["message"]
+    assert len(engine.calls) == 1
+
+
+def value(draw: random.Random, depth: int = 0) -> object:
+    """Any JSON value."""
+    kind = draw.randrange(6 if depth < 4 else 3)
+    if kind == 0:
+        return draw.randrange(9999)
+    if kind <= 2:
+        return "".join(draw.choice('a\\",[]{}:é\n ') for _ in range(draw.randrange(6)))
+    if kind == 3:
+        return [value(draw, depth + 1) for _ in range(draw.randrange(4))]
+    return {str(value(draw, 9)): value(draw, depth + 1) for _ in range(draw.randrange(4))}
+
+
+def counts(of: object) -> tuple[int, int]:
+    """Lists, objects and keys in a value; and commas."""
+    if not isinstance(of, (list, dict)):
+        return 0, 0
+    inner = [counts(one) for one in (of.values() if isinstance(of, dict) else of)]
+    own = 1 + (len(of) if isinstance(of, dict) else 0)
+    return own + sum(nodes for nodes, _ in inner), max(0, len(of) - 1) + sum(commas for _, commas in inner)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_structure_is_counted_however_it_is_cut(seed):
+    draw = random.Random(seed)
+    whole = value(draw)
+    text = json.dumps(whole, ensure_ascii=draw.random() < 0.5).encode()
+    structure, at = Structure(), 0
+    while at < len(text):
+        size = draw.randrange(1, 8)
+        structure.add(text[at : at + size])
+        at += size
+    assert (structure.nodes, structure.values) == counts(whole)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ('{"model": "m", "messages": [' + "{}," * 70_000, "messages"),
+        ('{"chat_template_kwargs": {"a": [' + "[]," * 70_000, "chat_template_kwargs"),
+        ('{"prompt": [' + "1," * 1_100_000, "prompt"),
+        ('{"metadata": {' + "".join(f'"{number}": 1,' for number in range(70_000)), "metadata"),
+        ("{" + "".join(f'"{number}": 1,' for number in range(70_000)), None),
+        ("[" * 70_000, None),
+        ("[" * 100 + "[]," * 70_000, None),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_body_of_too_many_values_is_refused_before_it_is_read(start_gateway, engine, body, param):
+    """Its end has not come, nor will it."""
+    with start_gateway(engines=[engine.address], max_body_bytes=16 << 20) as url:
+        place = httpx.URL(url)
+        with socket.create_connection((place.host, place.port), timeout=20) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {16 << 20}\r\n\r\n"
+            connection.sendall(head.encode() + body.encode())
+            answer = connection.recv(4096)
+            while b"}}" not in answer:
+                answer += connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    error = json.loads(answer[answer.index(b"\r\n\r\n") :])["error"]
+    assert error["code"] == "invalid_value"
+    assert "65536 lists, objects and keys" in error["message"]
+    if param is not None:
+        assert error["param"] == param
+    assert not engine.calls
+
+
+def test_texts_are_no_structure(http, gateway, engine):
+    """They may hold any number of brackets and commas."""
+    text = '[{"a": 1},' * 80_000
+    answer = http.post(f"{gateway}{COMPLETIONS}", json={"prompt": text})
+    assert answer.status_code == 200
+    assert engine.calls[-1].request.text == text
