@@ -82,7 +82,7 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
         except CoreDied as error:
             raise engine_dead() from error
         if not events:
-            text = f"nothing is kept of a request {request.request_id!r:.200}"
+            text = f"nothing is kept of a request {request.request_id[:200]!r}"
             raise ApiError(grpc.StatusCode.NOT_FOUND, "TRACE_NOT_FOUND", text, field="request_id")
         return pb.GetTraceResponse(
             request_id=request.request_id,

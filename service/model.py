@@ -55,7 +55,7 @@ class ServedModel:
         if not name:
             return self.names[0]
         if name not in self.names:
-            text = f"the model {name!r:.200} is not served here; there is {', '.join(self.names)}"
+            text = f"the model {name[:200]!r} is not served here; there is {', '.join(self.names)}"
             raise ApiError(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND", text, field="model")
         return name
 

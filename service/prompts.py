@@ -17,7 +17,15 @@ from service.parsers.registry import Formats
 from service.parsers.think import Think
 from service.tokenizer import Tokenizer
 from service.tools import check_tools, json_object, must_call, offered_tools
-from service.validate import Violations, window_exceeded
+from service.validate import (
+    MAX_ARGUMENTS_BYTES,
+    MAX_CALLS,
+    MAX_KWARGS_BYTES,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    Violations,
+    window_exceeded,
+)
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _T = TypeVar("_T")
@@ -71,8 +79,8 @@ class Prompts:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _chat(self, chat: pb.Chat, window: int | None) -> ChatPrompt:
-        if window is not None and len(chat.messages) > window:  # each is a token at least
-            count = len(chat.messages)
+        count = len(chat.messages)
+        if window is not None and count > window:  # each is a token at least
             raise window_exceeded("chat", window, f"the chat has {count} messages", prompt_tokens=count)
         variables = _check_chat(chat)
         tools = offered_tools(chat)
@@ -141,11 +149,16 @@ def _check_chat(chat: pb.Chat) -> dict[str, Any]:
     """Raises ApiError naming every bad field. Returns the further variables for the template."""
     bad = Violations()
     bad.unless(len(chat.messages) > 0, "chat.messages", "there are none")
+    bad.most("chat.messages", len(chat.messages), MAX_MESSAGES)
+    bad.most("chat.template_kwargs_json", len(chat.template_kwargs_json.encode()), MAX_KWARGS_BYTES, "bytes are given")
+    bad.check()
     for number, message in enumerate(chat.messages):
         where = f"chat.messages[{number}]"
         bad.unless(
-            message.role in _ROLES, f"{where}.role", f"must be one of {', '.join(_ROLES)}, not {message.role!r:.50}"
+            message.role in _ROLES, f"{where}.role", f"must be one of {', '.join(_ROLES)}, not {message.role[:50]!r}"
         )
+        bad.most(f"{where}.content", len(message.content), MAX_PARTS)
+        bad.most(f"{where}.tool_calls", len(message.tool_calls), MAX_CALLS)
         for position, part in enumerate(message.content):
             if part.WhichOneof("part") != "text":
                 kind = part.unsupported or "an empty part"
@@ -158,7 +171,9 @@ def _check_chat(chat: pb.Chat) -> dict[str, Any]:
         for position, call in enumerate(message.tool_calls):
             field = f"{where}.tool_calls[{position}]"
             bad.unless(bool(call.name), f"{field}.name", "is empty")
-            bad.unless(json_object(call.arguments_json) is not None, f"{field}.arguments_json", "is no JSON object")
+            arguments, field = call.arguments_json, f"{field}.arguments_json"
+            if bad.most(field, len(arguments.encode()), MAX_ARGUMENTS_BYTES, "bytes are given"):
+                bad.unless(json_object(arguments) is not None, field, "is no JSON object")
     bad.unless(
         not (chat.continue_final_message and chat.HasField("add_generation_prompt") and chat.add_generation_prompt),
         "chat.continue_final_message",

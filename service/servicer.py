@@ -258,11 +258,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """The text of token ids."""
         self._model.resolve(request.model)
-        prompts, vocab_size = self._model.prompts, self._core.info.vocab_size
+        prompts, info = self._model.prompts, self._core.info
+        count = len(request.token_ids)
+        if count > info.max_model_len:
+            raise window_exceeded("token_ids", info.max_model_len, f"{count} token ids are given")
 
         def detokenized() -> str:
             ids, bad = list(request.token_ids), Violations()
-            bad.token_ids("token_ids", ids, vocab_size)
+            bad.token_ids("token_ids", ids, info.vocab_size)
             bad.check()
             return prompts.tokenizer.decode(ids, skip_special_tokens=request.skip_special_tokens)
 

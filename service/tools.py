@@ -9,16 +9,23 @@ from service.validate import Violations
 
 MAX_TOOLS = 128
 MAX_TOOL_BYTES = 64 << 10
+MAX_ALL_BYTES = 1 << 20
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 def check_tools(chat: pb.Chat, bad: Violations) -> None:
     """Adds a violation for everything that is wrong with tools and tool_choice."""
     count = len(chat.tools)
-    bad.unless(count <= MAX_TOOLS, "chat.tools", f"{count} are given; at most {MAX_TOOLS} are taken")
+    size = sum(tool.ByteSize() for tool in chat.tools[:MAX_TOOLS])
+    if not bad.most("chat.tools", count, MAX_TOOLS) or not bad.most(
+        "chat.tools", size, MAX_ALL_BYTES, "bytes are given"
+    ):
+        return
     names: set[str] = set()
-    for number, tool in enumerate(chat.tools[:MAX_TOOLS]):
+    for number, tool in enumerate(chat.tools):
         where = f"chat.tools[{number}]"
+        if not bad.most(where, tool.ByteSize(), MAX_TOOL_BYTES, "bytes are given"):
+            continue
         bad.unless(
             _NAME.fullmatch(tool.name) is not None,
             f"{where}.name",
@@ -26,16 +33,12 @@ def check_tools(chat: pb.Chat, bad: Violations) -> None:
         )
         bad.unless(tool.name not in names, f"{where}.name", f"{tool.name!r:.70} is given twice")
         names.add(tool.name)
-        size = tool.ByteSize()
-        if size > MAX_TOOL_BYTES:
-            bad.unless(False, where, f"has {size} bytes; at most {MAX_TOOL_BYTES} are taken")
-            continue
         bad.unless(json_object(tool.parameters_json) is not None, f"{where}.parameters_json", "is no JSON object")
     choice = chat.tool_choice
     match choice.WhichOneof("choice"):
         case "function":
             known = choice.function in names
-            bad.unless(known, "chat.tool_choice", f"there is no tool of the name {choice.function!r:.70}")
+            bad.unless(known, "chat.tool_choice", f"there is no tool of the name {choice.function[:70]!r}")
         case "mode":
             bad.unless(choice.mode in pb.ToolChoice.Mode.values(), "chat.tool_choice", f"is unknown: {choice.mode}")
             needy = choice.mode == pb.ToolChoice.MODE_REQUIRED and not count

@@ -6,7 +6,7 @@ Knows neither tokenizer nor template: what depends on the prompt's length is che
 import json
 import math
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
@@ -36,6 +36,11 @@ MAX_REQUEST_ID_BYTES = 128
 MAX_SALT_BYTES = 256
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 1024
+MAX_MESSAGES = 8192
+MAX_PARTS = 2048  # of a message
+MAX_CALLS = 128  # of a message
+MAX_ARGUMENTS_BYTES = 1 << 20  # of a call
+MAX_KWARGS_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +84,18 @@ class Violations(list[Violation]):
         good = math.isfinite(value) and (low < value if above else low <= value) and value <= high
         self.unless(good, field, f"must be in {'(' if above else '['}{low:g}, {high:g}], not {value:g}")
 
-    def token_ids(self, field: str, ids: Iterable[int], vocab_size: int) -> None:
+    def most(self, field: str, count: int, most: int, what: str = "are given") -> bool:
+        """Adds a violation where `count` is more than `most`; whether it is not."""
+        good = count <= most
+        self.unless(good, field, f"{count} {what}; at most {most} are taken")
+        return good
+
+    def token_ids(self, field: str, ids: Collection[int], vocab_size: int) -> None:
         """Adds a violation for the first id that is out of the vocabulary."""
-        for position, token_id in enumerate(ids):
-            if token_id >= vocab_size:
-                place = f"{field}[{position}]"
-                self.append(Violation(place, f"token id {token_id} is out of the vocabulary of {vocab_size}"))
-                return
+        if max(ids, default=0) >= vocab_size:
+            position, token_id = next(place for place in enumerate(ids) if place[1] >= vocab_size)
+            place = f"{field}[{position}]"
+            self.append(Violation(place, f"token id {token_id} is out of the vocabulary of {vocab_size}"))
 
     def check(self) -> None:
         """Raises ApiError INVALID_ARGUMENT when anything was added."""
@@ -99,13 +109,19 @@ def plan(request: pb.GenerateRequest, info: CoreInfo, defaults: GenerationDefaul
     Raises ApiError: INVALID_ARGUMENT naming every bad field, PERMISSION_DENIED.
     """
     bad = Violations()
+    sampling, stopping, output = request.sampling, request.stopping, request.output
+    # Before any of them is looked at.
+    bad.most("sampling.logit_bias", len(sampling.logit_bias), MAX_LISTED_IDS)
+    bad.most("stopping.stop", len(stopping.stop), MAX_STOP_STRINGS)
+    bad.most("stopping.stop_token_ids", len(stopping.stop_token_ids), MAX_LISTED_IDS)
+    bad.most("choices", len(request.choices.choices), MAX_CHOICES)
+    bad.check()
     bad.unless(
         len(request.request_id.encode()) <= MAX_REQUEST_ID_BYTES and request.request_id.isprintable(),
         "request_id",
         f"must be printable and of at most {MAX_REQUEST_ID_BYTES} bytes",
     )
     params = _sampling(request, info, defaults, bad)
-    stopping, output = request.stopping, request.output
     _check_stopping(stopping, info, bad, least=0 if output.HasField("prompt_logprobs") else 1)
     for field in ("top_logprobs", "prompt_logprobs"):
         if output.HasField(field):
@@ -233,8 +249,6 @@ def _sampling(
     repetition = chosen("repetition_penalty", defaults.repetition_penalty, 0, 2, above=True)
     bad.number("sampling.presence_penalty", given.presence_penalty, -2, 2)
     bad.number("sampling.frequency_penalty", given.frequency_penalty, -2, 2)
-    count = len(given.logit_bias)
-    bad.unless(count <= MAX_LISTED_IDS, "sampling.logit_bias", f"{count} are given; at most {MAX_LISTED_IDS} are taken")
     for token_id, bias in given.logit_bias.items():
         field = f"sampling.logit_bias[{token_id}]"
         bad.unless(token_id < info.vocab_size, field, f"the token id is out of the vocabulary of {info.vocab_size}")
@@ -270,18 +284,13 @@ def _check_stopping(stopping: pb.StoppingCriteria, info: CoreInfo, bad: Violatio
             "stopping.min_tokens",
             f"{stopping.min_tokens} is more than max_tokens, {stopping.max_tokens}",
         )
-    count = len(stopping.stop)
-    bad.unless(count <= MAX_STOP_STRINGS, "stopping.stop", f"{count} are given; at most {MAX_STOP_STRINGS} are taken")
-    for position, stop in enumerate(stopping.stop[:MAX_STOP_STRINGS]):
+    for position, stop in enumerate(stopping.stop):
         bad.unless(
             0 < len(stop) <= MAX_STOP_CHARACTERS,
             f"stopping.stop[{position}]",
             f"must have 1 to {MAX_STOP_CHARACTERS} characters, not {len(stop)}",
         )
-    count = len(stopping.stop_token_ids)
-    field = "stopping.stop_token_ids"
-    bad.unless(count <= MAX_LISTED_IDS, field, f"{count} are given; at most {MAX_LISTED_IDS} are taken")
-    bad.token_ids(field, stopping.stop_token_ids[:MAX_LISTED_IDS], info.vocab_size)
+    bad.token_ids("stopping.stop_token_ids", stopping.stop_token_ids, info.vocab_size)
 
 
 def _constraint(request: pb.GenerateRequest, bad: Violations) -> Constraint | None:
@@ -293,12 +302,11 @@ def _constraint(request: pb.GenerateRequest, bad: Violations) -> Constraint | No
         return Constraint(kind, "")
     if kind == "choices":
         choices = request.choices.choices
-        bad.unless(0 < len(choices) <= MAX_CHOICES, kind, f"there are {len(choices)}; must be 1 to {MAX_CHOICES}")
+        bad.unless(len(choices) > 0, kind, f"must be 1 to {MAX_CHOICES}")
         bad.unless(all(choices), kind, "none may be empty")
         text = json.dumps(list(choices), ensure_ascii=False)
     else:
         text = getattr(request, kind)
         bad.unless(bool(text), kind, "is empty")
-    size = len(text.encode())
-    bad.unless(size <= MAX_GRAMMAR_BYTES, kind, f"has {size} bytes; at most {MAX_GRAMMAR_BYTES} are taken")
+    bad.most(kind, len(text.encode()), MAX_GRAMMAR_BYTES, "bytes are given")
     return Constraint(kind, text)

@@ -127,9 +127,9 @@ def test_invalid_bytes_are_not_quadratic(smollm2: Tokenizer) -> None:
     invalid = next(number for number in range(17, 300) if smollm2.token_bytes(number) == b"\x80")
 
     def seconds(count: int) -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         pieces = pieces_of(smollm2, [invalid] * count)
-        taken = time.perf_counter() - start
+        taken = time.thread_time() - start
         assert pieces == ["\ufffd"] * count + [""]
         return taken
 

@@ -106,6 +106,31 @@ BAD_FIELDS = {
         pb.GenerateRequest(chat=chat({}, {"role": "assistant", "tool_calls": [call_of("{,}")]})),
         "chat.messages[1].tool_calls[0].arguments_json",
     ),
+    "2,049 parts": (
+        pb.GenerateRequest(chat=chat({"content": [pb.ContentPart(text="x")] * 2049})),
+        "chat.messages[0].content",
+    ),
+    "129 calls": (
+        pb.GenerateRequest(chat=chat({"role": "assistant", "tool_calls": [call_of("{}")] * 129})),
+        "chat.messages[0].tool_calls",
+    ),
+    "arguments of more than 1 MiB": (
+        pb.GenerateRequest(chat=chat({"role": "assistant", "tool_calls": [call_of(f'{{"a": "{"x" * (1 << 20)}"}}')]})),
+        "chat.messages[0].tool_calls[0].arguments_json",
+    ),
+    "template_kwargs of more than 64 KiB": (
+        pb.GenerateRequest(chat=chat({}, template_kwargs_json=f'{{"a": "{"x" * 65536}"}}')),
+        "chat.template_kwargs_json",
+    ),
+    "17 tools of 63 KiB": (
+        pb.GenerateRequest(chat=chat({}, tools=[pb.Tool(name=f"f{i}", description="x" * 64_000) for i in range(17)])),
+        "chat.tools",
+    ),
+    "1,025 choices": (request(choices=pb.Choices(choices=["x"] * 1025)), "choices"),
+    "140,000 messages, which are not even read": (
+        pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage()] * 140_000)),
+        "chat.messages",
+    ),
     "a user calls a tool": (
         pb.GenerateRequest(chat=chat({"tool_calls": [call_of("{}")]})),
         "chat.messages[0].tool_calls",
@@ -138,6 +163,12 @@ async def test_bad_fields_are_named(make_core, serving, details):
             assert field in error.message, name
         assert core.requests == []
         assert await answered(server)
+
+
+async def test_messages_are_bounded_where_the_window_is_longer(make_core, serving, details):
+    async with serving(make_core(max_model_len=10_000)) as server:
+        error = details(await refused(server.stub.Generate(pb.GenerateRequest(chat=chat(*[{}] * 8193)))))
+    assert (error.reason, error.fields) == ("INVALID_PARAMETER", ["chat.messages"])
 
 
 async def test_every_bad_field_is_named_at_once(make_core, serving, details):
@@ -289,8 +320,13 @@ async def test_an_unknown_model_everywhere(make_core, serving, details):
             assert (error.code, error.fields) == (grpc.StatusCode.NOT_FOUND, ["model"])
 
 
-async def test_detokenize_refuses_ids_out_of_the_vocabulary(make_core, serving, details):
-    async with serving(make_core()) as server:
+async def test_detokenize_refuses_ids_out_of_the_vocabulary_and_more_than_a_window(make_core, serving, details):
+    async with serving(make_core(max_model_len=10)) as server:
+        assert (await server.stub.Detokenize(pb.DetokenizeRequest(token_ids=[65] * 10))).text == "A" * 10
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await server.stub.Detokenize(pb.DetokenizeRequest(token_ids=[65] * 11))
+        error = details(caught.value)
+        assert (error.reason, error.fields) == ("CONTEXT_LENGTH_EXCEEDED", ["token_ids"])
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await server.stub.Detokenize(pb.DetokenizeRequest(token_ids=[1, 2, 258]))
         assert details(caught.value).fields == ["token_ids[2]"]
