@@ -14,9 +14,10 @@ from cli import bench_options as options
 from cli.options import CONTEXT, existing_file
 from loadtest.compare import compare as side_by_side
 from loadtest.options import POSITIVE, POSITIVE_OR_INF, Listed
-from loadtest.report import Run, check_folder, print_out, result_json, save, warnings
+from loadtest.report import Run, check_folder, details, print_out, read_result, save
 from loadtest.serve import LoadTest
-from loadtest.sweep import plot, read_result, table
+from loadtest.sweep import plot
+from loadtest.tables import serve_table
 
 
 @click.group(context_settings=CONTEXT | {"show_default": True})
@@ -58,8 +59,8 @@ def serve(**params: Any) -> None:
     if params["save_result"]:
         limit = f"-concurrency{test.max_concurrency}" if test.max_concurrency else ""
         name, model = (test.label or test.target.backend).replace("/", "_"), test.target.model.split("/")[-1]
-        name = params["result_filename"] or f"{name}-{test.rate}qps{limit}-{model}-{run.about['date']}.json"
-        save(result_json(run, detailed=params["save_detailed"]), params["result_dir"] / name)
+        name = params["result_filename"] or f"{name}-{test.rate}qps{limit}-{model}-{run.fields['date']}.json"
+        save(run.fields | (details(run.records) if params["save_detailed"] else {}), params["result_dir"] / name)
         click.echo(f"Saved {params['result_dir'] / name}", err=True)
     _exit(params, [run])
 
@@ -101,12 +102,12 @@ def sweep(**params: Any) -> None:
             row = replace(test, rate=rate, sampling=replace(test.sampling, count=count, seed=seed), about=about)
             options.flush_cache(params, test.target)
             runs.append(_measure(row))
-            save(result_json(runs[-1]), folder / f"sweep-{rate:g}qps.json")
-            if runs[-1].unfinished:
+            save(runs[-1].fields, folder / f"sweep-{rate:g}qps.json")
+            if runs[-1].fields["unfinished"]:
                 break
     finally:  # the rows that were measured are shown, whatever came of a later one
-        if rows := [result_json(run) for run in runs]:
-            click.echo(table(rows))
+        if rows := [run.fields for run in runs]:
+            click.echo(serve_table(rows))
             for path in plot(rows, folder, params["plot_format"]):
                 click.echo(f"Saved {path}", err=True)
     _exit(params, runs)
@@ -124,14 +125,14 @@ def compare(files: tuple[Path, ...]) -> None:
 def _measure(test: LoadTest) -> Run:
     """Samples, sends, and prints the figures (standard output) and what to know about them (standard error)."""
     run = test.run(test.chains())
-    click.echo(print_out(run))
-    for warning in warnings(run):
+    click.echo(print_out(run.fields))
+    for warning in run.warnings:
         click.echo(f"WARNING: {warning}", err=True)
     return run
 
 
 def _exit(params: dict[str, Any], runs: Sequence[Run]) -> None:
-    if any(run.unfinished for run in runs):
+    if any(run.fields["unfinished"] for run in runs):
         sys.exit(130)
-    if params["fail_on_error"] and any(run.result.failed or not run.result.completed for run in runs):
+    if params["fail_on_error"] and any(run.fields["failed"] or not run.fields["completed"] for run in runs):
         sys.exit(1)

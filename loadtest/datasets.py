@@ -5,15 +5,16 @@ give the same requests. Each function returns chains of prompts in the order in 
 """
 
 import itertools
-import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from loadtest.records import Chain, LoadTestError, Message, Prompt
+import msgspec
+
+from loadtest.records import Chain, Content, LoadTestError, Message, Prompt
 from loadtest.tokens import COMMON_IDS, Tokenizer
 
 _BATCH = 128
@@ -53,31 +54,54 @@ class Sampling:
     prefix_output_len: int = 256
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRow:
-    """A request of a trace, its lengths (tokens) shrunk in proportion to the block; `timestamp` in seconds."""
+class TraceRow(msgspec.Struct, frozen=True):
+    """A request of a trace: its time (seconds; in the file milliseconds), its lengths (tokens), ids of its blocks."""
 
-    timestamp: float
-    input_len: int
-    output_len: int
-    hash_ids: tuple[int, ...]
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: Annotated[int, msgspec.Meta(ge=0)]
+    output_length: Annotated[int, msgspec.Meta(ge=0)]
+    hash_ids: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)]
+
+
+class _Said(msgspec.Struct):
+    value: str
+
+
+class _Conversation(msgspec.Struct):
+    conversations: list[_Said] = []
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str
+
+
+_Texts = Annotated[list[str], msgspec.Meta(min_length=1)]
+
+
+class _Chat(msgspec.Struct):
+    turns: list[_Message]
+
+
+class _Custom(msgspec.Struct):
+    prompt: str | None = None
+    turns: msgspec.Raw = msgspec.Raw(b"")
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    output_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 def trace_rows(sampling: Sampling) -> Iterator[TraceRow]:
-    """The first `count` requests of a trace file. Raises: LoadTestError, naming the line, for another form."""
+    """The first `count` requests of a trace file, their lengths shrunk in proportion to the block.
 
-    def read(row: dict[str, Any]) -> TraceRow:
-        input_len, output_len = (
-            max(1, _whole(row[name], 0) * sampling.block // _TRACE_BLOCK) for name in ("input_length", "output_length")
-        )
-        if sampling.output_len is not None:
-            output_len = sampling.output_len
-        time, ids = float(row["timestamp"]) / 1000, tuple(_whole(each, 0) for each in row["hash_ids"])
-        if not ids or not 0 <= time < math.inf:
-            raise ValueError("no hash ids" if not ids else f"timestamp {time}")
-        return TraceRow(time, input_len, output_len, ids)
+    Raises: LoadTestError, naming the line, for another form.
+    """
 
-    return itertools.islice(_lines(sampling, read), sampling.count)
+    def shrunk(length: int) -> int:
+        return max(1, length * sampling.block // _TRACE_BLOCK)
+
+    for _, row in itertools.islice(_lines(sampling, TraceRow), sampling.count):
+        output = shrunk(row.output_length) if sampling.output_len is None else sampling.output_len
+        yield TraceRow(row.timestamp / 1000, shrunk(row.input_length), output, row.hash_ids)
 
 
 def sharegpt(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain]:
@@ -85,22 +109,17 @@ def sharegpt(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Cha
 
     Kept are those with at least 4 tokens in the prompt and in the answer, at most 1024 in the prompt and 2048 in both.
     """
-
-    def read(row: dict[str, Any]) -> tuple[str, str] | None:
-        entry = row.get("conversations", ())
-        return (_text(entry[0]["value"]), _text(entry[1]["value"])) if len(entry) >= 2 else None
-
-    pairs = [pair for pair in _entries(sampling, read) if pair]
+    rows = _decoded(sampling, "", _content(sampling), list[_Conversation])
+    pairs = [(said[0].value, said[1].value) for row in rows if len(said := row.conversations) >= 2]
     if sampling.shuffle:
         random.Random(sampling.seed).shuffle(pairs)
     prompts: list[Prompt] = []
     least = 4 if sampling.output_len is None else 0
-    for batch in _batches(pairs):
+    for start in range(0, len(pairs), _BATCH):
         if len(prompts) >= sampling.count:
             break
-        inputs = tokenizer().encode([prompt for prompt, _ in batch])
-        outputs = tokenizer().encode([answer for _, answer in batch])
-        for (text, _), prompt, answer in zip(batch, inputs, outputs, strict=True):
+        texts, answers = zip(*pairs[start : start + _BATCH], strict=True)
+        for text, prompt, answer in zip(texts, *map(tokenizer().encode, (texts, answers)), strict=True):
             length = len(answer) if sampling.output_len is None else sampling.output_len
             if 4 <= len(prompt) <= 1024 and length >= least and len(prompt) + length <= 2048:
                 prompts.append(Prompt(text, length, len(prompt)))
@@ -112,20 +131,20 @@ def custom(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain
 
     Instead of a prompt a line may have the "messages" of a chat, or "turns", of which the first is asked for.
     """
-
-    def read(row: dict[str, Any]) -> Prompt:
-        if sampling.output_len is None and "output_tokens" not in row:
-            raise ValueError("no output_tokens (or give --custom-output-len)")
-        output = _whole(row["output_tokens"], 1) if sampling.output_len is None else sampling.output_len
-        if "prompt" in row:
-            return Prompt(_text(row["prompt"]), output)
-        if "turns" in row:
-            return Prompt([{"role": "user", "content": _text(row["turns"][0])}], output)
-        if "messages" in row:
-            return Prompt([{key: _text(each[key]) for key in ("role", "content")} for each in row["messages"]], output)
-        return Prompt(_text(row["prompt"]), output)
-
-    prompts = list(_lines(sampling, read))
+    prompts = []
+    for number, row in _lines(sampling, _Custom):
+        place = f", line {number}"
+        content: Content | None = row.prompt
+        if content is None and bytes(row.turns):
+            first, *_ = _decoded(sampling, place, row.turns, _Texts)
+            content = [{"role": "user", "content": first}]
+        elif content is None and bytes(row.messages):
+            content = [_message(each) for each in _decoded(sampling, place, row.messages, list[_Message])]
+        output = row.output_tokens if sampling.output_len is None else sampling.output_len
+        if content is None or output is None:
+            lacking = "prompt" if content is None else "output_tokens (or give --custom-output-len)"
+            raise _unfit(sampling, place, f"no {lacking}")
+        prompts.append(Prompt(content, output))
     if sampling.shuffle:
         random.Random(sampling.seed).shuffle(prompts)
     return _oversampled(prompts[: sampling.count], sampling)
@@ -148,7 +167,7 @@ def random_texts(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list
         raise LoadTestError("--random-input-len is too small for a prompt of one token")
     inputs = generator.integers(lows[0], highs[0] + 1, size=count)
     outputs = generator.integers(max(lows[1], 1), max(highs[1], 1) + 1, size=count)
-    offsets = generator.integers(0, words.vocab_size, size=count)
+    offsets = generator.integers(0, words.fillers.stop, size=count)
     prefix: list[int] = []
     if sampling.random_prefix_len:
         drawn = ids[generator.integers(0, len(ids), size=sampling.random_prefix_len)].tolist()
@@ -176,8 +195,8 @@ def prefix_trace(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list
             if number not in blocks:
                 blocks[number] = random.Random(number).choices(COMMON_IDS, k=sampling.block)
             ids += blocks[number]
-        prompt = ids[: row.input_len]
-        chains.append(Chain((Prompt(prompt, row.output_len, len(prompt)),), row.timestamp))
+        prompt = ids[: row.input_length]
+        chains.append(Chain((Prompt(prompt, row.output_length, len(prompt)),), row.timestamp))
     return chains
 
 
@@ -187,11 +206,7 @@ def multi_turn(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[C
     The history is the file's own, so that every server gets the same prompts. An answer's length is the file's too.
     `count` counts the requests of all turns.
     """
-
-    def read(row: dict[str, Any]) -> list[Message]:
-        return [{name: _text(turn[name]) for name in ("role", "content")} for turn in row["turns"]]
-
-    rows = list(_lines(sampling, read))
+    rows = [[_message(turn) for turn in chat.turns] for _, chat in _lines(sampling, _Chat)]
     if sampling.shuffle:
         random.Random(sampling.seed).shuffle(rows)
     chains, left = [], sampling.count
@@ -285,60 +300,34 @@ def _oversampled(prompts: list[Prompt], sampling: Sampling) -> list[Chain]:
     return [Chain((prompt,)) for prompt in prompts]
 
 
-def _batches(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    for start in range(0, len(items), _BATCH):
-        yield items[start : start + _BATCH]
+def _message(said: _Message) -> Message:
+    return {"role": said.role, "content": said.content}
 
 
-def _content(sampling: Sampling) -> str:
+def _content(sampling: Sampling) -> bytes:
     if sampling.path is None:
         raise LoadTestError("this data set needs --dataset-path")
     try:
-        return sampling.path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return sampling.path.read_bytes()
+    except OSError as error:
         raise LoadTestError(f"{sampling.path} cannot be read: {error}") from error
 
 
-def _entries(sampling: Sampling, read: Callable[[dict[str, Any]], _Row]) -> Iterator[_Row]:
-    """Each entry of a JSON list, as `read` takes it. Raises: LoadTestError, naming the entry."""
-    try:
-        entries = json.loads(_content(sampling))
-    except ValueError as error:
-        raise LoadTestError(f"{sampling.path} is not JSON: {error}") from error
-    if not isinstance(entries, list):
-        raise LoadTestError(f"{sampling.path} is not a JSON list")
-    for number, entry in enumerate(entries, 1):
-        yield _taken(sampling, f"entry {number}", entry, read)
-
-
-def _lines(sampling: Sampling, read: Callable[[dict[str, Any]], _Row]) -> Iterator[_Row]:
-    """Each JSON line, as `read` takes it. Raises: LoadTestError, naming the line; for a file without any, too."""
-    number = 0
-    for number, line in ((n, line) for n, line in enumerate(_content(sampling).split("\n"), 1) if line.strip()):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise LoadTestError(f"{sampling.path}, line {number} is not JSON: {error}") from error
-        yield _taken(sampling, f"line {number}", row, read)
-    if not number:
+def _lines(sampling: Sampling, kind: type[_Row]) -> Iterator[tuple[int, _Row]]:
+    """Each JSON line and its number. Raises: LoadTestError, naming the line; for a file without any, too."""
+    numbered = [(n, line) for n, line in enumerate(_content(sampling).split(b"\n"), 1) if line.strip()]
+    if not numbered:
         raise LoadTestError(f"{sampling.path} is empty")
+    for number, line in numbered:
+        yield number, _decoded(sampling, f", line {number}", line, kind)
 
 
-def _taken(sampling: Sampling, name: str, row: Any, read: Callable[[dict[str, Any]], _Row]) -> _Row:
+def _decoded(sampling: Sampling, place: str, text: bytes, kind: type[_Row]) -> _Row:
     try:
-        return read(row)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else error
-        raise LoadTestError(f"{sampling.path}, {name} is not of the form that this data set has: {what}") from error
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _unfit(sampling, place, error) from error
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.50} is not a text")
-    return value
-
-
-def _whole(value: Any, least: int) -> int:
-    if type(value) is not int or value < least:
-        raise ValueError(f"{value!r:.50} is not a whole number from {least} on")
-    return value
+def _unfit(sampling: Sampling, place: str, why: object) -> LoadTestError:
+    return LoadTestError(f"{sampling.path}{place} is not of the form that this data set has: {why}")

@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined, TemplateError
 
 from loadtest import tables
 from loadtest.records import LoadTestError
-from loadtest.sweep import read_result
+from loadtest.report import read_result
 
 FOLDER = Path(__file__).parent.parent / "docs"
 _NAMED = Sequence[str]

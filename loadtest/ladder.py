@@ -50,6 +50,8 @@ _STEPS: tuple[tuple[str, Switches], ...] = (
 )
 _OF_THE_RUNNER = ("cuda_graphs", "overlap")  # the others are the scheduler's alone
 
+_FIGURES = ("request_throughput", "output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms")
+
 # Deciles (0 to 100%) of 519 prompts and answers of ShareGPT, in tokens of Qwen2.5: tests/data/lengths_sharegpt.csv.
 _INPUT_DECILES = (4, 10, 17, 24, 45, 96, 212, 314, 421, 616, 998)
 _OUTPUT_DECILES = (4, 12, 21, 36, 83, 141, 219, 284, 368, 525, 800)
@@ -251,16 +253,9 @@ def _run(core: EngineCore, scheduler: Scheduler, jobs: Sequence[Job], load: Load
         )
         for number, (job, at, answer) in enumerate(zip(jobs, times, answers, strict=True))
     ]
-    result, stats = metrics(records, duration, (50, 99)), scheduler.stats
-    latencies = {
-        f"p{percentile:g}_{name}_ms": value
-        for name in ("ttft", "itl")
-        for percentile, value in result.latencies[name].percentiles.items()
-    }
+    fields, stats = metrics(records, duration, (50, 99)), scheduler.stats
     figures = {
-        "request_throughput": result.request_throughput,
-        "output_throughput": sum(map(len, answers)) / result.duration,
-        **latencies,
+        **{name: fields[name] for name in _FIGURES},
         "peak_running": peak,
         "steps": stats.steps,
         "preemptions": stats.preemptions,

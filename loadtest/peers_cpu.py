@@ -20,7 +20,7 @@ from loadtest.datasets import Sampling
 from loadtest.environment import environment
 from loadtest.programs import answer, program, say
 from loadtest.records import LoadTestError, Target
-from loadtest.report import check_folder, result_json, save_figures
+from loadtest.report import check_folder, save_figures
 from loadtest.serve import LoadTest
 from loadtest.suite_server import serving
 from loadtest.tables import ROWS, rows_table
@@ -64,7 +64,7 @@ def measure_server(url: str, shape: Shape, streams: int, seed: int) -> dict[str,
     )
     target = Target("openai", url, "/v1/completions", "", {}, {"temperature": 0.0}, ignore_eos=True)
     test = LoadTest(target, "shared-prefix", sampling, max_concurrency=streams, progress=False).prepared()
-    fields = result_json(test.run(test.chains()))
+    fields = test.run(test.chains()).fields
     if fields["completed"] != count or fields["total_output_tokens"] != count * shape.output_len:
         raise LoadTestError(f"{url}: {fields['completed']} of {count} requests, {fields['total_output_tokens']} tokens")
     return {name: fields[name] for name in _FIGURES}

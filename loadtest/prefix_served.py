@@ -67,8 +67,8 @@ def _salted(chain: Chain, salt: Callable[[], str]) -> Chain:
 
 def _sent(test: LoadTest, chains: Sequence[Chain]) -> Sequence[Record]:
     run = test.run(chains)
-    if run.unfinished:
-        raise LoadTestError(f"interrupted: {run.unfinished} requests did not end")
+    if run.fields["unfinished"]:
+        raise LoadTestError(f"interrupted: {run.fields['unfinished']} requests did not end")
     if errors := [record.error for record in run.records if record.error]:
         raise LoadTestError(f"{len(errors)} requests failed: {errors[0]}")
     return run.records

@@ -5,9 +5,16 @@ from typing import Any
 
 import click
 
+Fields = dict[str, Any]
+"""A result file's."""
 Message = dict[str, str]
 Content = str | list[int] | list[Message]
 """A text, token ids, or the messages of a chat ({"role", "content"})."""
+
+
+def messages_of(content: Content) -> list[Message]:
+    """The messages of a chat; none of another content."""
+    return [] if isinstance(content, str) else [each for each in content if isinstance(each, dict)]
 
 
 @dataclass(frozen=True, slots=True)

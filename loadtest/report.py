@@ -1,19 +1,18 @@
-"""The print-out and the result file of a run: those of `vllm bench serve`, and what is known beyond. No network."""
+"""The print-out and the files of a run: those of `vllm bench serve`, and what is known beyond. No network."""
 
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import click
 
 from loadtest.environment import environment
-from loadtest.metrics import VOID_BELOW, Result
-from loadtest.records import LoadTestError, Record, WorkerUsage
+from loadtest.metrics import VOID_BELOW
+from loadtest.records import Fields, LoadTestError, Record
 
 NAMES = {
     "ttft": ("TTFT", "Time to First Token"),
@@ -26,147 +25,94 @@ SATURATED = 0.8
 
 _WIDTH = 50
 _KINDS_SHOWN = 10
+_FIGURES = (
+    ("Successful requests:", "completed"),
+    ("Failed requests:", "failed"),
+    ("Unfinished requests (interrupted):", "unfinished"),
+    ("Maximum request concurrency:", "max_concurrency"),
+    ("Request rate configured (RPS):", "request_rate"),
+    ("Benchmark duration (s):", "duration"),
+    ("Total input tokens:", "total_input_tokens"),
+    ("Total generated tokens:", "total_output_tokens"),
+    ("Request throughput (req/s):", "request_throughput"),
+    ("Request goodput (req/s):", "request_goodput"),
+    ("Output token throughput (tok/s):", "output_throughput"),
+    ("Peak output token throughput (tok/s):", "max_output_tokens_per_s"),
+    ("Peak concurrent requests:", "max_concurrent_requests"),
+    ("Total token throughput (tok/s):", "total_token_throughput"),
+)
+_LEFT_OUT = {"unfinished": 0, "max_concurrency": None, "request_rate": "inf", "request_goodput": None}
+"""Figures that are told only when they have another value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run and its circumstances.
+    """A run: the fields of its result file, what came of each request, and what a reader has to know, in sentences."""
 
-    Attributes:
-        about: the head of the result file: date, backend, model, rate, machine, ...
-        selected: which latencies are shown, in order.
-        unfinished: requests that an interruption left without an end.
-        notes: further sentences to warn of.
-    """
-
-    about: Mapping[str, Any]
-    result: Result
+    fields: Fields
     records: Sequence[Record]
-    usages: Sequence[WorkerUsage]
-    selected: Sequence[str]
-    unfinished: int = 0
-    notes: Sequence[str] = ()
-
-    @property
-    def saturated(self) -> bool:
-        """Whether the client may have been the limit."""
-        return any(usage.busy > SATURATED for usage in self.usages)
+    warnings: Sequence[str]
 
 
-def print_out(run: Run) -> str:
-    """The figures, line by line."""
-    result, about = run.result, run.about
+def print_out(fields: Fields) -> str:
+    """The figures of a result file, line by line."""
     lines = [f"{' Serving Benchmark Result ':=^{_WIDTH}}"]
-    _row(lines, "Successful requests:", result.completed)
-    _row(lines, "Failed requests:", result.failed)
-    if run.unfinished:
-        _row(lines, "Unfinished requests (interrupted):", run.unfinished)
-    if about["max_concurrency"] is not None:
-        _row(lines, "Maximum request concurrency:", about["max_concurrency"])
-    if about["request_rate"] != "inf":
-        _row(lines, "Request rate configured (RPS):", float(about["request_rate"]))
-    _row(lines, "Benchmark duration (s):", result.duration)
-    _row(lines, "Total input tokens:", result.total_input_tokens)
-    _row(lines, "Total generated tokens:", result.total_output_tokens)
-    _row(lines, "Request throughput (req/s):", result.request_throughput)
-    if result.request_goodput is not None:
-        _row(lines, "Request goodput (req/s):", result.request_goodput)
-    _row(lines, "Output token throughput (tok/s):", result.output_throughput)
-    _row(lines, "Peak output token throughput (tok/s):", result.peak_output_throughput)
-    _row(lines, "Peak concurrent requests:", float(result.peak_concurrent_requests))
-    _row(lines, "Total token throughput (tok/s):", result.total_token_throughput)
-    for name in run.selected:
-        short, title = NAMES[name]
-        latency = result.latencies.get(name)
-        void = result.void and name in ("tpot", "itl")
-        lines.append(f"{title + ' (VOID)' if void else title:-^{_WIDTH}}")
-        if latency is None:
-            _row(lines, f"Mean {short} (ms):", None)
-            continue
-        _row(lines, f"Mean {short} (ms):", latency.mean)
-        _row(lines, f"Median {short} (ms):", latency.median)
-        for percentile, value in latency.percentiles.items():
-            _row(lines, f"P{percentile:g} {short} (ms):", value)
-    lines.append(f"{'Client':-^{_WIDTH}}")
-    _row(lines, "Events per token:", result.events_per_token)
-    if result.cached_tokens:
-        _row(lines, "Cached input tokens:", result.cached_tokens)
-    _row(lines, "Worker processes:", len(run.usages))
-    _row(lines, "CPU of the busiest worker (cores):", max((usage.mean for usage in run.usages), default=0.0))
-    _row(lines, "  in its busiest second:", max((usage.peak for usage in run.usages), default=0.0))
-    _row(lines, "  with its wait for a core:", max((usage.busy for usage in run.usages), default=0.0))
-    lines.append("=" * _WIDTH)
-    return "\n".join(lines)
+    lines += [_row(title, fields[key]) for title, key in _FIGURES if fields[key] != _LEFT_OUT.get(key, ...)]
+    for name, (short, title) in NAMES.items():
+        keys = [key for key in fields if key.endswith(f"_{name}_ms") and not key.startswith("std")]
+        if keys:
+            void = fields["token_latencies_void"] and name in ("tpot", "itl")
+            lines.append(f"{title + ' (VOID)' * void:-^{_WIDTH}}")
+        lines += [_row(f"{key.split('_')[0].capitalize()} {short} (ms):", fields[key]) for key in keys]
+    lines += [f"{'Client':-^{_WIDTH}}", _row("Events per token:", fields["events_per_token"])]
+    if fields["cached_tokens"]:
+        lines.append(_row("Cached input tokens:", fields["cached_tokens"]))
+    mean, peak, busy = (
+        max((usage[key] for usage in fields["client_cpu"]), default=0.0) for key in ("mean", "peak", "busy")
+    )
+    lines.append(_row("Worker processes:", fields["workers"]))
+    lines.append(_row("CPU of the busiest worker (cores):", mean))
+    lines.append(_row("  in its busiest second:", peak))
+    lines.append(_row("  with its wait for a core:", busy))
+    return "\n".join([*lines, "=" * _WIDTH])
 
 
-def warnings(run: Run) -> list[str]:
+def _row(label: str, value: float | str | None) -> str:
+    text = "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{label:<40} {text:<10}"
+
+
+def warnings(fields: Fields, records: Sequence[Record]) -> list[str]:
     """What a reader of the figures has to know, in sentences."""
-    found = list(run.notes)
-    if run.result.void:
+    found = []
+    if fields["token_latencies_void"]:
         found.append(
-            f"{run.result.events_per_token:.3f} events per token, below {VOID_BELOW}: several tokens came in one "
+            f"{fields['events_per_token']:.3f} events per token, below {VOID_BELOW}: several tokens came in one "
             "event, so TPOT and ITL are void."
         )
-    if run.saturated:
+    if fields["client_saturated"]:
         found.append(
             f"a worker process ran or waited for a core for more than {SATURATED} of a second: the client may be what "
             "limits these figures; use more --workers, or a machine with idle cores."
         )
-    kinds = Counter(record.error for record in run.records if record.error)
+    kinds = Counter(record.error for record in records if record.error)
     found += [f"failed, {count} times: {error}" for error, count in kinds.most_common(_KINDS_SHOWN)]
     if len(kinds) > _KINDS_SHOWN:
         found.append(f"and {len(kinds) - _KINDS_SHOWN} other kinds of failures")
     return found
 
 
-def result_json(run: Run, *, detailed: bool = False) -> dict[str, Any]:
-    """The result file: the keys of `vllm bench serve`, then ours; with what came of each request if `detailed`."""
-    result = run.result
-    fields: dict[str, Any] = dict(run.about) | {
-        "duration": result.duration,
-        "completed": result.completed,
-        "failed": result.failed,
-        "total_input_tokens": result.total_input_tokens,
-        "total_output_tokens": result.total_output_tokens,
-        "request_throughput": result.request_throughput,
-        "request_goodput": result.request_goodput,
-        "output_throughput": result.output_throughput,
-        "total_token_throughput": result.total_token_throughput,
-        "max_output_tokens_per_s": result.peak_output_throughput,
-        "max_concurrent_requests": result.peak_concurrent_requests,
-        "rtfx": 0.0,  # of audio, which there is none of
+def details(records: Sequence[Record]) -> Fields:
+    """Further fields of a result file: what came of each request."""
+    return {
+        "input_lens": [record.prompt_tokens for record in records],
+        "output_lens": [0 if record.error else record.output_tokens for record in records],
+        "ttfts": [record.ttft for record in records],
+        "itls": [record.itls for record in records],
+        "start_times": [record.start for record in records],
+        "generated_texts": [record.text for record in records],
+        "errors": [record.error for record in records],
     }
-    for name in run.selected:
-        latency = result.latencies.get(name)
-        if latency is None:
-            continue
-        fields |= {
-            f"mean_{name}_ms": latency.mean,
-            f"median_{name}_ms": latency.median,
-            f"std_{name}_ms": latency.std,
-        }
-        fields |= {f"p{percentile:g}_{name}_ms": value for percentile, value in latency.percentiles.items()}
-    fields |= {
-        "unfinished": run.unfinished,
-        "events_per_token": result.events_per_token,
-        "token_latencies_void": result.void,
-        "cached_tokens": result.cached_tokens,
-        "workers": len(run.usages),
-        "client_cpu": [asdict(usage) for usage in run.usages],
-        "client_saturated": run.saturated,
-    }
-    if detailed:
-        records = run.records
-        fields |= {
-            "input_lens": [record.prompt_tokens for record in records],
-            "output_lens": [0 if record.error else record.output_tokens for record in records],
-            "ttfts": [record.ttft for record in records],
-            "itls": [record.itls for record in records],
-            "start_times": [record.start for record in records],
-            "generated_texts": [record.text for record in records],
-            "errors": [record.error for record in records],
-        }
-    return fields
 
 
 def check_folder(folder: Path) -> None:
@@ -179,7 +125,7 @@ def check_folder(folder: Path) -> None:
         raise LoadTestError(f"{folder} cannot be written: {error}") from error
 
 
-def save(fields: Mapping[str, Any], path: Path) -> None:
+def save(fields: Fields, path: Path) -> None:
     """Writes a result file, and its folder. Raises: LoadTestError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,13 +134,24 @@ def save(fields: Mapping[str, Any], path: Path) -> None:
         raise LoadTestError(f"{path} cannot be written: {error}") from error
 
 
-def save_figures(fields: Mapping[str, Any], path: Path | None) -> None:
+def save_figures(fields: Fields, path: Path | None) -> None:
     """Writes figures, if a path is given, with date, machine, commit and command beside them. Raises: LoadTestError."""
     if path is not None:
-        save({"date": datetime.now().strftime("%Y%m%d-%H%M%S"), **environment(), **fields}, path)
+        save({"date": now(), **environment(), **fields}, path)
         click.echo(f"Saved {path}", err=True)
 
 
-def _row(lines: list[str], label: str, value: float | None) -> None:
-    text = "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
-    lines.append(f"{label:<40} {text:<10}")
+def read_result(path: Path) -> Fields:
+    """A result file's fields. Raises: LoadTestError when it is none."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LoadTestError(f"{path} cannot be read: {error}") from error
+    if not isinstance(fields, dict):
+        raise LoadTestError(f"{path} is not a result file")
+    return fields
+
+
+def now() -> str:
+    """The date of a result file."""
+    return datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -1,22 +1,22 @@
 """A load test of a running server: samples, sends, measures. The figures are those of `vllm bench serve`."""
 
-import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from loadtest.arrivals import arrival_times
 from loadtest.datasets import DATASETS, Sampling
 from loadtest.environment import environment
 from loadtest.generator import Load, generate
 from loadtest.metrics import metrics
-from loadtest.records import Chain, Content, LoadTestError, Message, Record, Target
-from loadtest.report import Run
+from loadtest.records import Chain, Content, LoadTestError, Record, Target, messages_of
+from loadtest.report import SATURATED, Run, now, warnings
 from loadtest.tokens import LocalTokenizer, RemoteTokenizer, Tokenizer, served_model
 
 _OF_TOKENS = ("prefix-trace", "shared-prefix")
@@ -88,24 +88,22 @@ class LoadTest:
             times = [chain.timestamp or 0.0 for chain in chains]
         else:
             times = arrival_times(len(chains), self.rate, self.burstiness, self.sampling.seed)
-        date = datetime.now().strftime("%Y%m%d-%H%M%S")
-        count = sum(len(chain.prompts) for chain in chains)
+        date, count = now(), sum(len(chain.prompts) for chain in chains)
         load = Load(times, self.max_concurrency, self.warmups, self.workers, self.seconds, self.give_up)
-        with _bar(count if self.progress else 0) as progress:
-            outcome = generate(self.target, chains, load, progress)
-        notes = [
-            *self._count_tokens(outcome.records, chains),
-            *(f"warm-up failed, {n} times: {error}" for error, n in Counter(outcome.warmup_errors).items()),
-        ]
-        return Run(
-            self._about(date, count),
-            metrics(outcome.records, outcome.duration, self.percentiles, self.objectives),
-            outcome.records,
-            outcome.usages,
-            self.selected,
-            count - len(outcome.records) if outcome.interrupted else 0,
-            notes,
-        )
+        with tqdm(total=count, unit="req", disable=not self.progress) as bar:
+            outcome = generate(self.target, chains, load, bar.update)
+        notes = self._count_tokens(outcome.records, chains)
+        notes += [f"warm-up failed, {n} times: {error}" for error, n in Counter(outcome.warmup_errors).items()]
+        figures = metrics(outcome.records, outcome.duration, self.percentiles, self.objectives, self.selected)
+        fields = {
+            **self._about(date, count),
+            **figures,
+            "unfinished": count - len(outcome.records) if outcome.interrupted else 0,
+            "workers": len(outcome.usages),
+            "client_cpu": [asdict(usage) for usage in outcome.usages],
+            "client_saturated": any(usage.busy > SATURATED for usage in outcome.usages),
+        }
+        return Run(fields, outcome.records, [*notes, *warnings(fields, outcome.records)])
 
     def _count_tokens(self, records: Sequence[Record], chains: Sequence[Chain]) -> list[str]:
         """Counts the tokens of prompts and answers whose server did not. Returns a note if that cannot be done."""
@@ -127,27 +125,17 @@ class LoadTest:
         return []
 
     def _lengths(self, contents: Sequence[Content]) -> list[int]:
-        """Tokens of each prompt; of a chat without its template, where the server is not the one that counts."""
-        as_chat = self.target.backend == "openai-chat"
-        texts: dict[int, str] = {}
-        chats: dict[int, list[Message]] = {}
-        lengths = list(map(len, contents))  # that of token ids
-        for number, content in enumerate(contents):
-            if isinstance(content, str) and not as_chat:
-                texts[number] = content
-            elif isinstance(content, str):
-                chats[number] = [{"role": "user", "content": content}]
-            elif messages := [each for each in content if isinstance(each, dict)]:
-                chats[number] = messages
-        encoded = self.tokenizer.encode(list(texts.values())) if texts else []
-        if chats and isinstance(self.tokenizer, RemoteTokenizer):
-            encoded += self.tokenizer.encode_chats(list(chats.values()))
-        elif chats:
-            whole = ["\n".join(each["content"] for each in messages) for messages in chats.values()]
-            encoded += self.tokenizer.encode(whole)
-        for number, ids in zip([*texts, *chats], encoded, strict=True):
-            lengths[number] = len(ids)
-        return lengths
+        """Tokens of each prompt."""
+        if self.target.backend == "openai-chat":
+            contents = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in contents]
+        texts = [each for each in contents if isinstance(each, str)]
+        chats = [chat for each in contents if (chat := messages_of(each))]
+        encoded = iter(self.tokenizer.encode(texts) if texts else ())
+        rendered = iter(self.tokenizer.encode_chats(chats) if chats else ())
+        return [
+            len(next(encoded) if isinstance(each, str) else next(rendered) if messages_of(each) else each)
+            for each in contents
+        ]
 
     def _about(self, date: str, count: int) -> dict[str, Any]:
         return {
@@ -170,15 +158,3 @@ class LoadTest:
             "goodput_objectives_ms": dict(self.objectives) or None,
             **environment(),
         }
-
-
-@contextlib.contextmanager
-def _bar(count: int) -> Iterator[Callable[[int], object]]:
-    """A progress bar over `count` requests; none for 0."""
-    if not count:
-        yield lambda done: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=count, unit="req") as bar:
-        yield bar.update

@@ -22,13 +22,12 @@ import click
 
 from loadtest.datasets import Sampling
 from loadtest.options import COUNT, POSITIVE, POSITIVE_OR_INF
-from loadtest.records import Chain, LoadTestError
-from loadtest.report import check_folder, result_json, save, warnings
+from loadtest.records import Chain, Fields, LoadTestError
+from loadtest.report import check_folder, read_result, save
 from loadtest.serve import LoadTest
-from loadtest.suite_report import PER_STEP, Fields, card_text, head, line, medians, summary
+from loadtest.suite_report import PER_STEP, card_text, head, line, medians, summary
 from loadtest.suite_rows import GROUPS, ROWS, Row, gate, mixed_lengths, mixed_prompts, select
 from loadtest.suite_server import Server, Watch, serving
-from loadtest.sweep import read_result
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "results" / "reference-vllm-0.26.0-h200.json"
 _SERVER_OPTIONS = ("--load-format=dummy", "--max-model-len=8192")
@@ -147,11 +146,11 @@ class Suite:
         watch = Watch(server) if mixed else None
         with watch or nullcontext():
             run = replace(test, give_up=give_up).run(chains)
-        if run.unfinished and time.monotonic() - began < give_up:
+        if run.fields["unfinished"] and time.monotonic() - began < give_up:
             raise KeyboardInterrupt
         counted = {name: value - before[name] for name, value in server.counters().items()}
         steps = max(1, counted["steps"])
-        fields = result_json(run) | {"server": counted, "warnings": warnings(run)}
+        fields = run.fields | {"server": counted, "warnings": run.warnings}
         fields |= {f"{name}_ms_per_step": 1000 * counted[f"{name}_seconds"] / steps for name in PER_STEP}
         if watch:
             fields |= {"num_prompts": fields["completed"] + fields["failed"], **self._watched(watch, server, row)}

@@ -4,17 +4,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from loadtest.records import Fields
 from loadtest.suite_rows import Row
-from loadtest.tables import compare_table, markdown, number
+from loadtest.tables import columns, compare_table, markdown, number
 
-Fields = dict[str, Any]
-"""A result file's (see loadtest.suite)."""
-_SPREADS = tuple((name, each) for name in ("TTFT", "TPOT", "ITL") for each in ("p50", "p99"))
-_FIGURES = (
-    ("requests/s", "request_throughput"),
-    ("output tokens/s", "output_throughput"),
-    *((f"{name} {each}, ms", f"{each}_{name.lower()}_ms") for name, each in _SPREADS),
-)
+_SPREADS = tuple(f"{each}_{name}_ms" for name in ("ttft", "tpot", "itl") for each in ("p50", "p99"))
+_FIGURES = ("request_throughput", "output_throughput", *_SPREADS)
 _LINE = "{:12}{:>8}{:>10}{:>18}{:>14}{:>14}{:>9}{:>8}{:>9}"
 _HEAD = ("row", "req/s", "out tok/s", "TTFT p50/p99 ms", "TPOT", "ITL", "ev/tok", "client", "gap/step")
 PER_STEP = ("device_gap", "device_busy", "schedule", "execute", "process")
@@ -49,7 +44,7 @@ def card_text(fields: Fields) -> str:
 
 def medians(runs: Sequence[Fields]) -> Fields:
     """Of the figures of one row's runs."""
-    names = [*(key for _, key in _FIGURES), *(f"{name}_ms_per_step" for name in PER_STEP)]
+    names = [*_FIGURES, *(f"{name}_ms_per_step" for name in PER_STEP)]
     return {"load": runs[0]["load"]} | {name: statistics.median(run[name] for run in runs) for name in names}
 
 
@@ -61,7 +56,9 @@ def summary(reference: Mapping[str, Any], done: Mapping[str, Sequence[Fields]], 
     known = [{**theirs[row.compared_with], "load": row.load} for row in compared]
     parts = []
     if compared:
-        parts.append(compare_table({**reference, "rows": known}, [figures[row.key] for row in compared], _FIGURES))
+        parts.append(
+            compare_table({**reference, "rows": known}, [figures[row.key] for row in compared], columns(*_FIGURES))
+        )
     cells = [[key, *(f"{each[f'{name}_ms_per_step']:.3f}" for name in PER_STEP)] for key, each in figures.items()]
     parts.append(markdown(["ms per step", *(name.replace("_", " ") for name in PER_STEP)], cells))
     return "\n\n".join(parts)

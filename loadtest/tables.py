@@ -3,103 +3,93 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loadtest.compare import offline_renamed
-from loadtest.records import LoadTestError
+from loadtest.records import Fields, LoadTestError
 
-Fields = Mapping[str, Any]
-"""A result file's, or those of one row in it."""
 Columns = Sequence[tuple[str, str]]
 """Heading, and the key of the field."""
 
-_LADDER: Columns = (
-    ("rung", "rung"),
-    ("requests/s", "request_throughput"),
-    ("output tokens/s", "output_throughput"),
-    ("x rung before", "factor_before"),
-    ("x first", "factor_first"),
-    ("TTFT p50, ms", "p50_ttft_ms"),
-    ("TTFT p99, ms", "p99_ttft_ms"),
-    ("ITL p99, ms", "p99_itl_ms"),
-    ("peak running", "peak_running"),
-)
-_SERVE: Columns = (
-    ("load", "load"),
-    ("requests/s", "request_throughput"),
-    ("good requests/s", "request_goodput"),
-    ("output tokens/s", "output_throughput"),
-    ("TTFT p50, ms", "p50_ttft_ms"),
-    ("TTFT p99, ms", "p99_ttft_ms"),
-    ("TPOT p50, ms", "p50_tpot_ms"),
-    ("TPOT p99, ms", "p99_tpot_ms"),
-    ("ITL p50, ms", "p50_itl_ms"),
-    ("ITL p99, ms", "p99_itl_ms"),
-    ("failed", "failed"),
+_TITLES = {
+    "accepted_tokens": "right",
+    "cpu_speedup": "of CPU time",
+    "cpu_speedup_range": "range of that",
+    "draft_tokens": "guessed",
+    "factor_before": "x rung before",
+    "factor_first": "x first",
+    "hit_rate": "prefix hit rate",
+    "ideal_hit_rate": "infinite cache",
+    "label": "",
+    "lru_hit_rate": "LRU of pages",
+    "max_output_tokens_per_s": "peak output tokens/s",
+    "output_throughput": "output tokens/s",
+    "output_throughput_without": "without",
+    "pool_tokens": "pool, tokens",
+    "request_goodput": "good requests/s",
+    "request_throughput": "requests/s",
+    "same_policy_hit_rate": "with vLLM's policy",
+    "speedup": "speed-up, median",
+    "speedup_range": "range",
+    "total_input_tokens": "input tokens",
+    "total_output_tokens": "output tokens",
+    "total_token_throughput": "total tokens/s",
+    "vllm_rules_hit_rate": "vLLM's rules",
+}
+
+
+def title(key: str) -> str:
+    """The heading of a field: p50_ttft_ms is "TTFT p50, ms"."""
+    if key.endswith("_ms"):
+        *which, statistic, name, unit = key.split("_")
+        return " ".join([*which, name.upper(), f"{statistic}, {unit}"])
+    return _TITLES.get(key, key.replace("_", " "))
+
+
+def columns(*keys: str) -> Columns:
+    """Fields by their usual headings."""
+    return tuple((title(key), key) for key in keys)
+
+
+_RATES = ("request_throughput", "output_throughput")
+_ITL = ("p50_itl_ms", "p99_itl_ms")
+_TTFT = ("p50_ttft_ms", "p99_ttft_ms")
+_LADDER = columns("rung", *_RATES, "factor_before", "factor_first", *_TTFT, "p99_itl_ms", "peak_running")
+_SERVE = columns(
+    *("load", "request_throughput", "request_goodput", "output_throughput"),
+    *(*_TTFT, "p50_tpot_ms", "p99_tpot_ms", *_ITL, "failed"),
 )
 # Of these, more is better for the first two, less for the others: a ratio is always ours over theirs.
-COMPARED: Columns = (
-    ("requests/s", "request_throughput"),
-    ("output tokens/s", "output_throughput"),
-    ("TTFT p50, ms", "p50_ttft_ms"),
-    ("TTFT p99, ms", "p99_ttft_ms"),
-    ("ITL p50, ms", "p50_itl_ms"),
-    ("ITL p99, ms", "p99_itl_ms"),
-)
-SPECULATION: Columns = (
-    ("load", "load"),
-    ("output tokens/s", "output_throughput"),
-    ("without", "output_throughput_without"),
-    ("speed-up, median", "speedup"),
-    ("range", "speedup_range"),
-    ("of CPU time", "cpu_speedup"),
-    ("range of that", "cpu_speedup_range"),
-    ("guessed", "draft_tokens"),
-    ("right", "accepted_tokens"),
-    ("output tokens", "total_output_tokens"),
+COMPARED = columns(*_RATES, *_TTFT, *_ITL)
+SPECULATION = columns(
+    *("load", "output_throughput", "output_throughput_without", "speedup", "speedup_range", "cpu_speedup"),
+    *("cpu_speedup_range", "draft_tokens", "accepted_tokens", "total_output_tokens"),
 )
 ROWS: Mapping[str, Columns] = {
-    "peers": (
-        ("", "label"),
-        ("weights", "weights"),
-        ("streams", "streams"),
-        ("output tokens/s", "output_throughput"),
-        ("TTFT p50, ms", "p50_ttft_ms"),
-        ("ITL p50, ms", "p50_itl_ms"),
-        ("ITL p99, ms", "p99_itl_ms"),
+    "peers": columns("label", "weights", "streams", "output_throughput", "p50_ttft_ms", *_ITL),
+    "page_sizes": columns(
+        *("page_size", "pool_tokens", "cached_tokens", "hit_rate", "same_policy_hit_rate", "ideal_hit_rate"),
+        *("lru_hit_rate", "vllm_rules_hit_rate", *_RATES, *_ITL),
     ),
-    "page_sizes": (
-        ("page size", "page_size"),
-        ("pool, tokens", "pool_tokens"),
-        ("cached tokens", "cached_tokens"),
-        ("prefix hit rate", "hit_rate"),
-        ("with vLLM's policy", "same_policy_hit_rate"),
-        ("infinite cache", "ideal_hit_rate"),
-        ("LRU of pages", "lru_hit_rate"),
-        ("vLLM's rules", "vllm_rules_hit_rate"),
-        ("requests/s", "request_throughput"),
-        ("output tokens/s", "output_throughput"),
-        ("ITL p50, ms", "p50_itl_ms"),
-        ("ITL p99, ms", "p99_itl_ms"),
+    "fairness": columns(
+        *("tenants", "light_requests", "flood_requests", "queued_p50_s", "queued_p99_s", "queued_max_s")
     ),
-    "fairness": (
-        ("tenants", "tenants"),
-        ("light requests", "light_requests"),
-        ("flood requests", "flood_requests"),
-        ("queued p50, s", "queued_p50_s"),
-        ("queued p99, s", "queued_p99_s"),
-        ("queued max, s", "queued_max_s"),
-    ),
-    "turns": (
-        ("turn", "turn"),
-        ("requests", "requests"),
-        ("prompt tokens", "mean_prompt_tokens"),
-        ("hit rate", "hit_rate"),
-        ("cold TTFT p50, ms", "cold_p50_ttft_ms"),
-        ("p90", "cold_p90_ttft_ms"),
-        ("warm TTFT p50, ms", "warm_p50_ttft_ms"),
-        ("p90", "warm_p90_ttft_ms"),
+    "turns": columns(
+        *("turn", "requests", "mean_prompt_tokens", "hit_rate"),
+        *(f"{which}_p{each}_ttft_ms" for which in ("cold", "warm") for each in (50, 90)),
     ),
 }
 """Kinds of tables whose file has "rows": columns by kind. A column that no row has is left out."""
+
+# The offline tool's names for the same things.
+_OFFLINE = {
+    "elapsed_time": "duration",
+    "num_requests": "num_prompts",
+    "requests_per_second": "request_throughput",
+    "tokens_per_second": "total_token_throughput",
+}
+
+
+def offline_renamed(fields: Fields) -> Fields:
+    """The fields, those of an offline run under the names that the server's have."""
+    return {_OFFLINE.get(key, key): value for key, value in fields.items()}
 
 
 def ladder_table(result: Fields) -> str:
@@ -125,11 +115,14 @@ def ladder_table(result: Fields) -> str:
 
 
 def serve_table(results: Sequence[Fields]) -> str:
-    """Runs of `fulcrum bench serve`, one a row, named by "load" or "label", else by their rate."""
-    rows = [
-        {**result, "load": result.get("load") or result.get("label") or f"{result.get('request_rate')} requests/s"}
-        for result in results
-    ]
+    """Runs of `fulcrum bench serve`, one a row, named by "load" or "label", else by their rate.
+
+    Of a run of which no request succeeded there are no figures.
+    """
+    rows = []
+    for result in results:
+        name = result.get("load") or result.get("label") or f"{result.get('request_rate')} requests/s"
+        rows.append({**(result if result.get("completed", 1) else {"failed": result["failed"]}), "load": name})
     return rows_table(rows, _SERVE)
 
 

@@ -61,8 +61,8 @@ def read_trace(sampling: Sampling) -> list[TraceRequest]:
     """
     return [
         TraceRequest(
-            tuple(hash_id + 1 for hash_id in row.hash_ids for _ in range(sampling.block))[: row.input_len],
-            row.output_len,
+            tuple(hash_id + 1 for hash_id in row.hash_ids for _ in range(sampling.block))[: row.input_length],
+            row.output_length,
         )
         for row in trace_rows(sampling)
     ]

@@ -103,22 +103,13 @@ def test_the_same_answers_give_the_same_figures(count):
     objectives = {"ttft": 300.0, "tpot": 20.0, "e2el": 2000.0}
     theirs, _ = vllm.calculate_metrics([], outputs, 23.5, None, PERCENTILES, objectives)
     ours = metrics(records, 23.5, PERCENTILES, objectives)
-    pairs = [
-        (ours.completed, theirs.completed),
-        (ours.failed, theirs.failed),
-        (ours.total_input_tokens, theirs.total_input),
-        (ours.total_output_tokens, theirs.total_output),
-        (ours.request_throughput, theirs.request_throughput),
-        (ours.request_goodput, theirs.request_goodput),
-        (ours.output_throughput, theirs.output_throughput),
-        (ours.total_token_throughput, theirs.total_token_throughput),
-        (ours.peak_output_throughput, theirs.max_output_tokens_per_s),
-        (ours.peak_concurrent_requests, theirs.max_concurrent_requests),
-    ]
+    pairs = [(ours["total_input_tokens"], theirs.total_input), (ours["total_output_tokens"], theirs.total_output)]
+    names = ("completed", "failed", "request_throughput", "request_goodput", "output_throughput")
+    names += ("total_token_throughput", "max_output_tokens_per_s", "max_concurrent_requests")
+    names += tuple(f"{each}_{name}_ms" for name in LATENCIES for each in ("mean", "median", "std"))
+    pairs += [(ours[name], getattr(theirs, name)) for name in names]
     for name in LATENCIES:
-        latency = ours.latencies[name]
-        pairs += [(getattr(latency, each), getattr(theirs, f"{each}_{name}_ms")) for each in ("mean", "median", "std")]
-        pairs += [(latency.percentiles[each], value) for each, value in getattr(theirs, f"percentiles_{name}_ms")]
+        pairs += [(ours[f"p{each:g}_{name}_ms"], value) for each, value in getattr(theirs, f"percentiles_{name}_ms")]
     assert [mine for mine, _ in pairs] == pytest.approx([other for _, other in pairs], rel=1e-9)
 
 

@@ -193,21 +193,23 @@ _TRACE = {"timestamp": 0, "input_length": 512, "output_length": 5, "hash_ids": [
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
-        ("custom", {"prompt": "a", "output_tokens": 0}, "0 is not a whole number from 1 on"),
-        ("custom", {"prompt": "a", "output_tokens": 2.5}, "2.5 is not a whole number"),
-        ("custom", {"prompt": "a", "output_tokens": "many"}, "'many' is not a whole number"),
+        ("custom", {"prompt": "a", "output_tokens": 0}, "`int` >= 1"),
+        ("custom", {"prompt": "a", "output_tokens": 2.5}, "got `float`"),
+        ("custom", {"prompt": "a", "output_tokens": "many"}, "got `str`"),
         ("custom", {"prompt": "a"}, "no output_tokens"),
-        ("custom", {"prompt": None, "output_tokens": 1}, "None is not a text"),
-        ("custom", {"output_tokens": 1}, "no 'prompt'"),
+        ("custom", {"prompt": None, "output_tokens": 1}, "no prompt"),
+        ("custom", {"prompt": 3, "output_tokens": 1}, "prompt"),
+        ("custom", {"output_tokens": 1}, "no prompt"),
+        ("custom", {"turns": [], "output_tokens": 1}, "length >= 1"),
         ("custom", 7, ""),
         ("custom", ["prompt"], ""),
-        ("multi-turn", {"turns": [{"role": "user"}]}, "no 'content'"),
+        ("multi-turn", {"turns": [{"role": "user"}]}, "field `content`"),
         ("multi-turn", {"turns": None}, ""),
-        ("prefix-trace", _TRACE | {"hash_ids": []}, "no hash ids"),
-        ("prefix-trace", _TRACE | {"hash_ids": ["1"]}, "'1' is not a whole number"),
-        ("prefix-trace", _TRACE | {"input_length": -1}, "-1 is not a whole number from 0 on"),
-        ("prefix-trace", _TRACE | {"timestamp": math.nan}, "timestamp nan"),
-        ("prefix-trace", {"timestamp": 0}, "no 'input_length'"),
+        ("prefix-trace", _TRACE | {"hash_ids": []}, "hash_ids"),
+        ("prefix-trace", _TRACE | {"hash_ids": ["1"]}, "hash_ids"),
+        ("prefix-trace", _TRACE | {"input_length": -1}, "input_length"),
+        ("prefix-trace", _TRACE | {"timestamp": math.nan}, ""),
+        ("prefix-trace", {"timestamp": 0}, "field `input_length`"),
     ],
 )
 def test_a_line_of_another_form_is_named(tmp_path, name, row, message):
@@ -230,7 +232,7 @@ def test_a_file_without_lines_is_told(tmp_path, name):
 def test_conversations_of_another_form_are_told(tmp_path, text):
     path = tmp_path / "entries"
     path.write_text(text)
-    with pytest.raises(LoadTestError, match=r"not (a JSON list|of the form)"):
+    with pytest.raises(LoadTestError, match="is not of the form"):
         DATASETS["sharegpt"](Sampling(path, 9), no_tokenizer)
 
 
