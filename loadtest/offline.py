@@ -6,24 +6,27 @@ The figures and their names are those of `vllm bench throughput` and `vllm bench
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from engine import LLM, FinishReason, Request, SamplingParams
-from loadtest.records import Chain, LoadTestError, Message
+from engine.scheduler import SequenceUpdate
+from loadtest.records import Chain, Fields, LoadTestError, Message, messages_of
 from loadtest.tokens import Tokenizer
 
+PERCENTILES = (10, 25, 50, 75, 90, 99)
 _Times = tuple[float, float]
 """Seconds on the clock, and of CPU time."""
-PERCENTILES = (10, 25, 50, 75, 90, 99)
+_Prompt = tuple[list[int], int]
+"""Token ids, and how many tokens are generated."""
 
 
 def token_prompts(
     chains: Sequence[Chain], tokenizer: Callable[[], Tokenizer], render: Callable[[list[Message]], list[int]]
-) -> list[tuple[list[int], int]]:
+) -> list[_Prompt]:
     """The token ids of each request of a data set, and how many tokens it generates.
 
     Args:
@@ -35,13 +38,12 @@ def token_prompts(
     found = []
     for prompt in prompts:
         ids = next(encoded) if isinstance(prompt.content, str) else prompt.content
-        chat = [message for message in ids if isinstance(message, dict)]
-        ids = render(chat) if chat else ids
+        ids = render(chat) if (chat := messages_of(prompt.content)) else ids
         found.append(([token for token in ids if isinstance(token, int)], prompt.output_len))
     return found
 
 
-def throughput(llm: LLM, prompts: Sequence[tuple[list[int], int]], *, temperature: float, seed: int) -> dict[str, Any]:
+def throughput(llm: LLM, prompts: Sequence[_Prompt], *, temperature: float, seed: int) -> Fields:
     """All prompts at once, each with all its tokens. JSON fields: seconds, and rates per second.
 
     Raises: RequestRejected when the engine cannot take a prompt; LoadTestError when one does not get all its tokens.
@@ -54,8 +56,7 @@ def throughput(llm: LLM, prompts: Sequence[tuple[list[int], int]], *, temperatur
     for number, (one, (_, length)) in enumerate(zip(generations, prompts, strict=True)):
         completion = one.completions[0]
         _check(f"prompt {number}", len(completion.token_ids), length, completion.finish)
-    inputs = sum(len(ids) for ids, _ in prompts)
-    outputs = sum(len(one.completions[0].token_ids) for one in generations)
+    inputs, outputs = sum(len(ids) for ids, _ in prompts), sum(length for _, length in prompts)
     return {
         "elapsed_time": elapsed,
         "num_requests": len(prompts),
@@ -70,7 +71,7 @@ def throughput(llm: LLM, prompts: Sequence[tuple[list[int], int]], *, temperatur
     }
 
 
-def throughput_text(fields: dict[str, Any]) -> str:
+def throughput_text(fields: Fields) -> str:
     """The print-out of `throughput`."""
     return (
         f"Throughput: {fields['requests_per_second']:.2f} requests/s, "
@@ -81,9 +82,7 @@ def throughput_text(fields: dict[str, Any]) -> str:
     )
 
 
-def latency(
-    llm: LLM, *, batch_size: int, input_len: int, output_len: int, warmups: int, iterations: int
-) -> dict[str, Any]:
+def latency(llm: LLM, *, batch_size: int, input_len: int, output_len: int, warmups: int, iterations: int) -> Fields:
     """The same batch again and again, of new random prompts each time, so that none is cached. JSON fields: seconds.
 
     Decode alone is what comes after all sequences have their first token: the tokens from then to the end, over that
@@ -104,7 +103,6 @@ def latency(
     whole = [end for _, (end, _), _ in times]
     decode = [later / (end - first) for (first, _), (end, _), later in times if later]
     decode_cpu = [batch_size * (end - first) / later for (_, first), (_, end), later in times if later]
-    median = statistics.median(whole)
     return {
         "avg_latency": statistics.mean(whole),
         "latencies": whole,
@@ -113,7 +111,7 @@ def latency(
         "median_cpu_time_to_first_token": statistics.median(first for (_, first), _, _ in times),
         "median_time_per_output_token": batch_size / statistics.median(decode) if decode else None,
         "median_cpu_time_per_output_token": statistics.median(decode_cpu) if decode_cpu else None,
-        "output_throughput": batch_size * output_len / median,
+        "output_throughput": batch_size * output_len / statistics.median(whole),
         "decode_throughput": statistics.median(decode) if decode else None,
         "batch_size": batch_size,
         "input_len": input_len,
@@ -122,9 +120,18 @@ def latency(
     }
 
 
-def speculation(
-    llm: LLM, prompts: Sequence[tuple[list[int], int]], *, pairs: int, temperature: float, seed: int
-) -> dict[str, Any]:
+def latency_text(fields: Fields) -> str:
+    """The print-out of `latency`."""
+    lines = [f"Avg latency: {fields['avg_latency']} seconds"]
+    lines += [f"{each}% percentile latency: {value} seconds" for each, value in fields["percentiles"].items()]
+    lines += [f"Median time to the last first token: {1000 * fields['median_time_to_first_token']:.2f} ms"]
+    if fields["decode_throughput"] is not None:
+        lines += [f"Median time per output token: {1000 * fields['median_time_per_output_token']:.2f} ms"]
+        lines += [f"Decode alone: {fields['decode_throughput']:.2f} output tokens/s"]
+    return "\n".join([*lines, f"Throughput: {fields['output_throughput']:.2f} output tokens/s"])
+
+
+def speculation(llm: LLM, prompts: Sequence[_Prompt], *, pairs: int, temperature: float, seed: int) -> Fields:
     """All prompts at once with guesses and without, in turn, until their texts end by themselves. JSON fields: seconds.
 
     A pair's speed-up is the time without guesses over that with them; the first pair warms up. CPU time is the
@@ -141,13 +148,8 @@ def speculation(
             times, texts[guessing] = _guessed(llm, prompts, temperature, seed, guessing=guessing)
             runs[guessing].append(times)
         drafted, accepted = stats.draft_tokens - drafted, stats.accepted_tokens - accepted
-    outputs = sum(len(text) for text in texts[True])
-    kinds = {"speedup": 0, "cpu_speedup": 1}
-    ratios = {
-        name: sorted(off[kind] / on[kind] for on, off in zip(runs[True][1:], runs[False][1:], strict=True))
-        for name, kind in kinds.items()
-    }
-    return {
+    outputs, guessed, plain = sum(map(len, texts[True])), runs[True][1:], runs[False][1:]
+    fields = {
         "num_requests": len(prompts),
         "pairs": pairs,
         "temperature": temperature,
@@ -155,17 +157,18 @@ def speculation(
         "equal_answers": sum(on == off for on, off in zip(texts[True], texts[False], strict=True)),
         "draft_tokens": drafted,
         "accepted_tokens": accepted,
-        "elapsed_times": [on for on, _ in runs[True][1:]],
-        "elapsed_times_without": [off for off, _ in runs[False][1:]],
-        "output_throughput": outputs / statistics.median(on for on, _ in runs[True][1:]),
-        "output_throughput_without": outputs / statistics.median(off for off, _ in runs[False][1:]),
-        **{name: statistics.median(each) for name, each in ratios.items()},
-        **{f"{name}_range": f"{each[0]:.2f} to {each[-1]:.2f}" for name, each in ratios.items()},
-        **_engine(llm),
+        "elapsed_times": [seconds for seconds, _ in guessed],
+        "elapsed_times_without": [seconds for seconds, _ in plain],
+        "output_throughput": outputs / statistics.median(seconds for seconds, _ in guessed),
+        "output_throughput_without": outputs / statistics.median(seconds for seconds, _ in plain),
     }
+    for kind, name in enumerate(("speedup", "cpu_speedup")):
+        ratios = [off[kind] / on[kind] for on, off in zip(guessed, plain, strict=True)]
+        fields |= {name: statistics.median(ratios), f"{name}_range": f"{min(ratios):.2f} to {max(ratios):.2f}"}
+    return fields | _engine(llm)
 
 
-def speculation_text(fields: dict[str, Any]) -> str:
+def speculation_text(fields: Fields) -> str:
     """The print-out of `speculation`."""
     return (
         f"Output tokens/s: {fields['output_throughput']:.2f} with guesses, "
@@ -179,63 +182,48 @@ def speculation_text(fields: dict[str, Any]) -> str:
 
 
 def _guessed(
-    llm: LLM, prompts: Sequence[tuple[list[int], int]], temperature: float, seed: int, *, guessing: bool
+    llm: LLM, prompts: Sequence[_Prompt], temperature: float, seed: int, *, guessing: bool
 ) -> tuple[_Times, list[list[int]]]:
     params = SamplingParams(temperature=temperature)
     requests = [
         Request(str(at), tuple(ids), replace(params, max_tokens=most, seed=seed + at), speculative=guessing)
         for at, (ids, most) in enumerate(prompts)
     ]
-    texts: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    began = time.perf_counter(), time.process_time()
-    for request in requests:
-        llm.core.scheduler.add(request)
-    while llm.core.has_work:
-        for update in llm.core.turn().updates:
-            texts[update.request_id] += update.tokens
-    return (time.perf_counter() - began[0], time.process_time() - began[1]), list(texts.values())
-
-
-def latency_text(fields: dict[str, Any]) -> str:
-    """The print-out of `latency`."""
-    lines = [f"Avg latency: {fields['avg_latency']} seconds"]
-    lines += [f"{each}% percentile latency: {value} seconds" for each, value in fields["percentiles"].items()]
-    lines += [f"Median time to the last first token: {1000 * fields['median_time_to_first_token']:.2f} ms"]
-    if fields["decode_throughput"] is not None:
-        lines += [f"Median time per output token: {1000 * fields['median_time_per_output_token']:.2f} ms"]
-        lines += [f"Decode alone: {fields['decode_throughput']:.2f} output tokens/s"]
-    return "\n".join([*lines, f"Throughput: {fields['output_throughput']:.2f} output tokens/s"])
+    texts: list[list[int]] = [[] for _ in requests]
+    end = (0.0, 0.0)
+    for end, updates in _turns(llm, requests):  # noqa: B007
+        for update in updates:
+            texts[int(update.request_id)] += update.tokens
+    return end, texts
 
 
 def _batch(llm: LLM, prompts: Sequence[tuple[int, ...]], output_len: int) -> tuple[_Times, _Times, int]:
     """Times until every sequence has its first token, until all have ended, and the tokens between."""
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=output_len, ignore_eos=True)
-    requests = [Request(f"batch-{number}", prompt, params) for number, prompt in enumerate(prompts)]
-    got = {request.request_id: 0 for request in requests}
-    ends: dict[str, FinishReason] = {}
-    first, later = (0.0, 0.0), 0
+    got, ends = [0] * len(prompts), dict[int, FinishReason | None]()
+    first = end = (0.0, 0.0)
+    later = 0
+    for end, updates in _turns(llm, [Request(str(at), prompt, params) for at, prompt in enumerate(prompts)]):
+        if not all(got):
+            first = end
+        else:
+            later += sum(len(update.tokens) for update in updates)
+        for update in updates:
+            got[int(update.request_id)] += len(update.tokens)
+            ends[int(update.request_id)] = update.finish
+    for number, count in enumerate(got):
+        _check(f"sequence {number}", count, output_len, ends.get(number))
+    return first, end, later
+
+
+def _turns(llm: LLM, requests: Sequence[Request]) -> Iterator[tuple[_Times, list[SequenceUpdate]]]:
+    """Runs the requests together: the times since the beginning at the end of each turn, and what it brought."""
     wall, cpu = time.perf_counter(), time.process_time()
-
-    def passed() -> _Times:
-        return time.perf_counter() - wall, time.process_time() - cpu
-
     for request in requests:
         llm.core.scheduler.add(request)
     while llm.core.has_work:
         updates = llm.core.turn().updates
-        waiting = not all(got.values())
-        for update in updates:
-            got[update.request_id] += len(update.tokens)
-            if update.finish is not None:
-                ends[update.request_id] = update.finish
-        if waiting:
-            first = passed()
-        else:
-            later += sum(len(update.tokens) for update in updates)
-    end = passed()
-    for name, count in got.items():
-        _check(name, count, output_len, ends.get(name))
-    return first, end, later
+        yield (time.perf_counter() - wall, time.process_time() - cpu), updates
 
 
 def _check(name: str, got: int, asked: int, finish: FinishReason | None) -> None:
@@ -245,6 +233,5 @@ def _check(name: str, got: int, asked: int, finish: FinishReason | None) -> None
 
 
 def _engine(llm: LLM) -> dict[str, Any]:
-    info = llm.info
     names = ("architecture", "dtype", "device", "num_pages", "page_size")
-    return {name: getattr(info, name) for name in names}
+    return {name: getattr(llm.info, name) for name in names}

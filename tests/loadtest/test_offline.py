@@ -124,7 +124,7 @@ class Core:
         updates = []
         for number in self.turns.pop(0):
             last = not any(number in turn for turn in self.turns)
-            update = SimpleNamespace(request_id=f"batch-{number}", tokens=[1], finish=self._finish if last else None)
+            update = SimpleNamespace(request_id=str(number), tokens=[1], finish=self._finish if last else None)
             updates.append(update)
         return SimpleNamespace(updates=updates)
 
@@ -168,9 +168,9 @@ def test_decode_alone_of_sequences_one_after_another_is_that_of_the_last(scripte
 def test_a_batch_that_does_not_run_at_once_or_to_its_end_is_no_measurement(scripted):
     with pytest.raises(LoadTestError, match=r"batch of 3 .* --max-num-seqs is 2"):
         scripted(Core([[0, 1, 2]]), batch_size=3, output_len=1)
-    with pytest.raises(LoadTestError, match="batch-1 ended with LENGTH after 3 of 4"):
+    with pytest.raises(LoadTestError, match="sequence 1 ended with LENGTH after 3 of 4"):
         scripted(Core([[0, 1]] * 3 + [[0]]))
-    with pytest.raises(LoadTestError, match="batch-0 ended with ERROR"):
+    with pytest.raises(LoadTestError, match="sequence 0 ended with ERROR"):
         scripted(Core([[0, 1]] * 4, FinishReason.ERROR))
 
 

@@ -1,7 +1,7 @@
 """Peers on one CPU: how they are measured, in what order, and what is said when one cannot start."""
 
 import json
-import subprocess
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,10 +10,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from loadtest import programs
 from loadtest.environment import command
-from loadtest.peers_cpu import Peer, Shape, llama_cpp, main, measure_server, rounds, transformers
-from loadtest.programs import program
+from loadtest.peers_cpu import Peer, Shape, llama_cpp, main, measure_server, program, rounds, transformers
 from loadtest.records import LoadTestError
 
 
@@ -81,16 +79,19 @@ def test_transformers_generates_as_many_tokens_as_asked(tmp_path):
 def test_a_peer_that_cannot_start_is_named(monkeypatch, tmp_path):
     model = str(tmp_path / "x.gguf")
     with (
-        pytest.raises(LoadTestError, match=r"llama\.cpp ended with status 1"),
+        pytest.raises(LoadTestError, match=r"llama_cpp\.py ended with status 1"),
         llama_cpp(Path(sys.executable), model, Shape(4, 4), streams=1, threads=1),
     ):
         pytest.fail("xllamacpp is no package of this project")
 
 
-def test_no_process_is_left():
-    with program(sys.executable, "-c", "import time; time.sleep(600)") as process:
-        assert process.poll() is None
-    assert process.returncode == -subprocess.signal.SIGTERM
+def test_no_process_is_left_and_nonsense_is_told(tmp_path):
+    script = tmp_path / "peer.py"
+    script.write_text("import os, sys, time; print(os.getpid()); sys.stdout.flush(); time.sleep(600)")
+    with pytest.raises(LoadTestError, match="said no JSON") as told, program(Path(sys.executable), str(script)) as ask:
+        ask()
+    pid = re.search(r"'(\d+)", str(told.value))[1]
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_a_missing_interpreter_is_a_wrong_option():
@@ -123,11 +124,3 @@ def test_a_program_that_cannot_be_started_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
     ran = CliRunner().invoke(main, ["model.gguf"])
     assert (ran.exit_code, ran.stderr.startswith("Error: [Errno 2]")) == (1, True)
-
-
-def test_a_peer_that_says_no_json_is_told():
-    with (
-        program(sys.executable, "-c", "print('{nonsense')") as process,
-        pytest.raises(LoadTestError, match="peer said no JSON"),
-    ):
-        programs.answer(process, "peer")
