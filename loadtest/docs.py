@@ -6,6 +6,7 @@ and no network: the same files give the same page.
 """
 
 import re
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -50,12 +51,15 @@ class Page:
         return _with_origin(tables.serve_table(results), results)
 
     def compare(self, reference: str, *files: str | _NAMED) -> str:
-        """Results beside a reference's rows of the same load; ("load", "file") where a file does not name its own."""
+        """Results beside a reference's rows of the same load; ("load", "file") where a file does not name its own.
+
+        A pattern such as "h200/*-?.json" names several; of several runs of a load the medians are compared.
+        """
         theirs, results = self._read(reference), []
         for file in files:
-            load, name = (None, file) if isinstance(file, str) else file
-            fields = self._read(name)
-            results.append({**fields, "load": load or fields.get("load")})
+            load, pattern = (None, file) if isinstance(file, str) else file
+            runs = map(self._read, self._matching(pattern))
+            results += [{**fields, "load": load or fields.get("load")} for fields in runs]
         return _with_origin(tables.compare_table(theirs, results), [theirs, *results])
 
     def speculation(self, *files: _NAMED) -> str:
@@ -69,11 +73,17 @@ class Page:
         return _with_origin(tables.rows_table(_inner(fields, file, rows), tuple(columns.items())), [fields])
 
     def figure(self, file: str, *keys: str | int) -> str:
-        """One figure in the midst of a sentence."""
-        return tables.number(_inner(self._read(file), file, *keys))
+        """One figure in the midst of a sentence; of several runs (a pattern) the median."""
+        return tables.number(statistics.median(_inner(self._read(name), name, *keys) for name in self._matching(file)))
 
     def _kind(self, columns: tables.Columns) -> Callable[[str], str]:
         return lambda file: self.table(file, dict(columns))
+
+    def _matching(self, pattern: str) -> list[str]:
+        names = sorted(str(path.relative_to(self._folder)) for path in self._folder.glob(pattern))
+        if not names:
+            raise LoadTestError(f"there is no {pattern} among the results")
+        return names
 
     def _read(self, file: str) -> dict[str, Any]:
         fields = read_result(self._folder / file)

@@ -1,5 +1,6 @@
 """Markdown tables out of result files: for the terminal and for docs/benchmarks.md. Knows no files and no clock."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -131,20 +132,34 @@ def compare_table(reference: Fields, results: Sequence[Fields], columns: Columns
 
     Raises: LoadTestError when a result has no load that the reference has.
     """
-    ours: dict[str, Fields] = {}
+    runs: dict[str, list[Fields]] = {}
     names = [row["load"] for row in reference["rows"]]
     for result in map(offline_renamed, results):
         if result.get("load") not in names:
             raise LoadTestError(f"load {result.get('load')!r} is none of the reference's: {'; '.join(names)}")
-        ours[result["load"]] = result
+        runs.setdefault(result["load"], []).append(result)
+    ours = {load: medians(same, [key for _, key in columns]) for load, same in runs.items()}
     pairs = [(row, ours[row["load"]]) for row in reference["rows"] if row["load"] in ours]
     kept = [(title, key) for title, key in columns if any(key in row and key in own for row, own in pairs)]
     lines = [[row["load"], *(_versus(row.get(key), own.get(key)) for _, key in kept)] for row, own in pairs]
     text = markdown(["load", *(title for title, _ in kept)], lines)
     text += f"\n\nEach cell: {reference['name']} / Fulcrum (ratio)."
+    if len(results) > len(runs):
+        counts = sorted({len(same) for same in runs.values()}, reverse=True)
+        loads = ("; ".join(load for load, same in runs.items() if len(same) == count) for count in counts)
+        text += f" Medians; runs: {', '.join(f'{n} of {which}' for n, which in zip(counts, loads, strict=True))}."
     if missing := [name for name in names if name not in ours]:
         text += f" Not compared yet: {'; '.join(missing)}."
     return text
+
+
+def medians(runs: Sequence[Fields], names: Sequence[str]) -> Fields:
+    """Of the figures of these names that all runs of one load have."""
+    return {
+        name: statistics.median(run[name] for run in runs)
+        for name in names
+        if all(run.get(name) is not None for run in runs)
+    }
 
 
 def rows_table(rows: Sequence[Fields], columns: Columns) -> str:

@@ -178,6 +178,21 @@ def test_compare_gives_theirs_ours_and_the_ratio(results):
     assert SAID in page
 
 
+def test_of_several_runs_the_medians_are_compared(results):
+    folder = results(ref={"name": "vLLM 9", "rows": [served("one", 4.0), served("two", 1.0)]})
+    for number, rate in enumerate((9.0, 8.0, 2.0), 1):
+        results(**{f"one-{number}": served("one", rate)})
+    results(**{"two-1": served("two", 3.0)})
+    page = render(
+        '{{ compare("ref.json", "one-*.json", "two-*.json") }} {{ figure("one-*.json", "request_throughput") }}', folder
+    )
+    assert cells(page, 1)[1] == "4.00 / 8.00 (2.00)"
+    assert "Medians; runs: 3 of one, 1 of two." in page
+    assert page.endswith(" 8.00")
+    with pytest.raises(LoadTestError, match=r"no three-\*\.json"):
+        render('{{ figure("three-*.json", "request_throughput") }}', folder)
+
+
 def test_compare_refuses_a_load_that_the_reference_lacks(results):
     folder = results(ref={"name": "vLLM", "rows": [served("one", 1.0)]}, mine=served("other", 2.0))
     with pytest.raises(LoadTestError, match="'other' is none of the reference's: one"):
