@@ -113,7 +113,8 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_read(start_gateway, e
     with start_gateway(engines=[engine.address], max_body_bytes=16 << 20) as url:
         place = httpx.URL(url)
         with socket.create_connection((place.host, place.port), timeout=20) as connection:
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {16 << 20}\r\n\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: {place.host}\r\ncontent-type: application/json\r\n"
+            head += f"content-length: {16 << 20}\r\n\r\n"
             connection.sendall(head.encode() + body.encode())
             answer = connection.recv(4096)
             while b"}}" not in answer:
