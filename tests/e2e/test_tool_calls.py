@@ -1,10 +1,11 @@
-"""Tools with the real model, told of them by a template in the form of Hermes: calls that must come, and results."""
+"""Tools with the real model, told of them by a template in the form of Hermes: calls that must or may come, results."""
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Annotated, Any, Literal
 
+import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel, Field
@@ -50,6 +51,28 @@ TOOLS: list[Any] = [
         },
     },
 ]
+GUEST = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 120}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+BOOK: Any = {
+    "name": "book",
+    "description": "Books a room.",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "guests": {"type": "array", "items": GUEST, "minItems": 1, "maxItems": 2},
+            "code": {"type": "string", "pattern": "^[A-Z]{2}[0-9]{3}$"},
+            "view": {"anyOf": [{"enum": ["sea", "yard"]}, {"type": "null"}]},
+            "nights": {"type": "integer", "minimum": 1, "maximum": 30},
+        },
+        "required": ["guests", "code", "view", "nights"],
+        "additionalProperties": False,
+    },
+}
+SCHEMAS = {function["name"]: function["parameters"] for function in (*(tool["function"] for tool in TOOLS), BOOK)}
 ASK: dict[str, Any] = {
     "model": "smollm2",
     "messages": [{"role": "user", "content": "What is the weather in Paris, in celsius?"}],
@@ -70,14 +93,33 @@ def client(serve_with_template: Callable[[str], AbstractContextManager[Any]]) ->
 
 
 def check(name: str, arguments: str) -> None:
-    value = json.loads(arguments)
-    if name == "now":
-        assert value == {}
-        return
-    assert name == "weather"
-    assert set(value) == {"city", "unit"}
-    assert 0 < len(value["city"]) <= 20
-    assert value["unit"] in UNITS
+    jsonschema.Draft202012Validator(SCHEMAS[name]).validate(json.loads(arguments))
+
+
+def streamed(client: openai.OpenAI, **asked: Any) -> dict[int, tuple[str, list[list[str]], str | None]]:
+    """By choice, of the chunks: the content, the calls' names and arguments, and how it ended."""
+    found: dict[int, tuple[str, list[list[str]], str | None]] = {}
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        (choice,) = chunk.choices
+        content, calls, finish = found.get(choice.index, ("", [], None))
+        for piece in choice.delta.tool_calls or ():
+            assert piece.function is not None
+            if piece.id:
+                calls.append([piece.function.name or "", ""])
+            calls[piece.index][1] += piece.function.arguments or ""
+        found[choice.index] = content + (choice.delta.content or ""), calls, choice.finish_reason or finish
+    return found
+
+
+def whole(client: openai.OpenAI, **asked: Any) -> dict[int, tuple[str, list[list[str]], str | None]]:
+    """The same of an answer that is not streamed; each call has an id of its own."""
+    found = {}
+    for choice in client.chat.completions.create(**asked).choices:
+        calls = choice.message.tool_calls or []
+        assert len({call.id for call in calls}) == len(calls)
+        said = [[call.function.name, call.function.arguments] for call in calls]
+        found[choice.index] = choice.message.content or "", said, choice.finish_reason
+    return found
 
 
 def test_a_call_that_must_come_comes_and_its_result_goes_back(client: openai.OpenAI) -> None:
@@ -98,24 +140,11 @@ def test_a_call_that_must_come_comes_and_its_result_goes_back(client: openai.Ope
 @pytest.mark.parametrize("parallel", [True, False])
 def test_a_stream_of_calls_is_the_whole_answer_in_pieces(client: openai.OpenAI, parallel: bool) -> None:
     asked = ASK | {"tool_choice": "required", "parallel_tool_calls": parallel}
-    (whole,) = client.chat.completions.create(**asked).choices
-    calls: list[list[str]] = []
-    content, pieces, finish = "", 0, None
-    for chunk in client.chat.completions.create(**asked, stream=True):
-        (choice,) = chunk.choices
-        content += choice.delta.content or ""
-        finish = choice.finish_reason or finish
-        for piece in choice.delta.tool_calls or ():
-            assert piece.function is not None
-            if piece.id:
-                calls.append([piece.function.name or "", ""])
-            calls[piece.index][1] += piece.function.arguments or ""
-            pieces += 1
+    found = whole(client, **asked)
+    assert streamed(client, **asked) == found
+    ((content, calls, finish),) = found.values()
     assert content == ""
-    assert calls == [[call.function.name, call.function.arguments] for call in whole.message.tool_calls or ()]
     assert calls
-    assert pieces > len(calls)
-    assert finish == whole.finish_reason
     if not parallel:
         assert len(calls) == 1
         assert finish == "tool_calls"
@@ -125,11 +154,36 @@ def test_a_stream_of_calls_is_the_whole_answer_in_pieces(client: openai.OpenAI, 
 
 
 def test_each_continuation_calls_for_itself(client: openai.OpenAI) -> None:
-    asked = ASK | {"tool_choice": WEATHER, "temperature": 1.0, "seed": 5, "n": 3}
-    for choice in client.chat.completions.create(**asked).choices:
-        (call,) = choice.message.tool_calls or ()
-        assert choice.finish_reason == "tool_calls"
-        check(call.function.name, call.function.arguments)
+    """However hot they are drawn, arguments follow a schema with all that schemas are made of."""
+    asked = ASK | {"tools": [*TOOLS, {"type": "function", "function": BOOK}], "temperature": 1.0, "seed": 3, "n": 2}
+    asked |= {"tool_choice": {"type": "function", "function": {"name": "book"}}}
+    found = whole(client, **asked)
+    assert streamed(client, **asked) == found
+    assert len({arguments for _, ((_, arguments),), _ in found.values()}) == 2
+    for content, ((name, arguments),), finish in found.values():
+        assert (content, name, finish) == ("", "book", "tool_calls")
+        check(name, arguments)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_call_that_the_model_chooses(client: openai.OpenAI, strict: bool) -> None:
+    """It has seen how: earlier turns have calls, as the template writes them."""
+
+    def turn(id: str, city: str, unit: str) -> list[Any]:
+        call = {"name": "weather", "arguments": json.dumps({"city": city, "unit": unit})}
+        return [
+            {"role": "user", "content": f"Weather in {city}, in {unit}?"},
+            {"role": "assistant", "content": "", "tool_calls": [{"id": id, "type": "function", "function": call}]},
+            {"role": "tool", "tool_call_id": id, "content": "18"},
+            {"role": "assistant", "content": f"It is 18 degrees {unit} in {city}."},
+        ]
+
+    history = [*turn("c1", "Rome", "celsius"), *turn("c2", "Oslo", "fahrenheit"), *turn("", "Paris", "celsius")[:1]]
+    tools = [{"type": "function", "function": tool["function"] | {"strict": strict}} for tool in TOOLS]
+    asked = ASK | {"messages": history, "tools": tools}
+    found = whole(client, **asked)
+    assert found == {0: ("", [["weather", '{"city": "Paris", "unit": "celsius"}']], "tool_calls")}
+    assert streamed(client, **asked) == found
 
 
 class Weather(BaseModel):
