@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 # Of a request, with the messages in it: 15 ms to read at the worst. (8,192 messages of a chat have some 65,000.)
 _MAX_FIELDS = 1 << 17
-# Probes carry no credentials, and learn nothing but a status.
+# Probes carry no credentials, and learn nothing but the status of the server as a whole.
 _OPEN_SERVICE = "/grpc.health.v1.Health/"
 
 MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
@@ -53,24 +53,25 @@ class Guard(grpc.aio.ServerInterceptor):
         if handler is None:
             return None  # grpc answers UNIMPLEMENTED
         method = handler_call_details.method
-        if not method.startswith(_OPEN_SERVICE):
-            try:
-                self._check(handler_call_details.invocation_metadata)
-            except ApiError as error:
-                # As a stream, whatever it is: no message is read, and so none is kept, for a caller without a key.
-                return grpc.stream_stream_rpc_method_handler(self._refuse(method, error))
+        try:
+            self._check(handler_call_details.invocation_metadata)
+        except ApiError as error:
+            # As a stream, whatever it is: no message is read, and so none is kept, for a caller without a key.
+            if method.startswith(_OPEN_SERVICE):
+                return grpc.stream_stream_rpc_method_handler(self._unread(method, handler), None, serialized)
+            return grpc.stream_stream_rpc_method_handler(self._refuse(method, error))
         if handler.request_streaming:  # reflection: it has no messages of ours to guard
             reflected = self._reflect(handler.stream_stream)
             serializers = handler.request_deserializer, handler.response_serializer
             return grpc.stream_stream_rpc_method_handler(reflected, *serializers)
-        behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
-        wrapped = self._wrap(method, behavior, handler.request_deserializer)
+        wrapped = self._wrap(method, handler)
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(wrapped, None, serialized)
         return grpc.unary_unary_rpc_method_handler(wrapped, None, handler.response_serializer)
 
-    def _wrap(self, method: str, behavior: Any, deserialize: Any) -> Callable[[bytes, Context], Awaitable[Any]]:
-        name = method.rpartition("/")[2]
+    def _wrap(self, method: str, handler: Any) -> Callable[[bytes, Context], Awaitable[Any]]:
+        name, deserialize = method.rpartition("/")[2], handler.request_deserializer
+        behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
         async def guarded(payload: bytes, context: Context) -> Any:
             try:
@@ -111,6 +112,17 @@ class Guard(grpc.aio.ServerInterceptor):
                 self._figures.calls.add(name, code)
 
         return guarded
+
+    def _unread(self, method: str, handler: Any) -> Callable[[Any, Context], Awaitable[None]]:
+        """As if the message had been empty: of Health that asks for the server as a whole."""
+        wrapped = self._wrap(method, handler)
+
+        async def unread(_: Any, context: Context) -> None:
+            reply = await wrapped(b"", context)
+            if reply is not None:
+                await context.write(reply)
+
+        return unread
 
     def _reflect(self, behavior: Any) -> Callable[[Any, Context], AsyncIterator[Any]]:
         async def reflected(requests: Any, context: Context) -> AsyncIterator[Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 
 from engine.request import FinishReason
 from fulcrum.v1 import inference_pb2 as pb
@@ -143,6 +144,11 @@ async def test_without_a_key_no_message_is_waited_for(core, serving, details):
                 await call.read()
             error = details(caught.value)
             assert (error.code, error.reason) == (Code.UNAUTHENTICATED, "API_KEY_MISSING")
+        # A probe has none either, and is told of the whole server.
+        for method in ("Check", "Watch"):
+            call = server.channel.stream_stream(f"/grpc.health.v1.Health/{method}")(silence(), timeout=20)
+            assert health_pb2.HealthCheckResponse.FromString(await call.read()).status == 1  # SERVING
+            call.cancel()
 
 
 async def test_administration_over_tcp_needs_an_admin(core, serving, key_file, tmp_path):
