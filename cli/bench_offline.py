@@ -1,6 +1,7 @@
 """`fulcrum bench throughput`, `latency` and `ladder`: an engine in this process."""
 
 import sys
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +85,7 @@ _FIXED = {"attention": "auto"}
 
 @click.command()
 @options.model
-@click.option("--num-prompts", "count", type=COUNT, default=64, help="Requests, all sent at once.")
+@click.option("--num-prompts", type=COUNT, default=64, help="Requests, all sent at once.")
 @click.option("--max-input-len", type=COUNT, default=1024, help="Cuts the prompts' own part.")
 @click.option("--max-output-len", type=COUNT, default=512, help="Cuts the answers; every max_tokens.")
 @click.option("--prefix-len", type=click.IntRange(min=0), default=128, help="Tokens of the common prefixes.")
@@ -100,13 +101,12 @@ def ladder(model: str | None, **params: Any) -> None:
     Lengths are those of ShareGPT, ids are random, answers are greedy. Rungs that the device lacks are left out.
     """
     from engine.hub import resolve_model
-    from loadtest.ladder import Load, climb, rungs
+    from loadtest.ladder import RUNGS, Load, climb
 
-    for rung in rungs():  # wrong settings are told before anything is loaded
-        engine_config(params | rung.switches | _FIXED, Path())
+    for switches in RUNGS.values():  # wrong settings are told before anything is loaded
+        config = engine_config(params | switches | _FIXED, Path())
     with clear_errors():
-        path = resolve_model(model, progress=sys.stderr.isatty())
-        config = engine_config(params | rungs()[-1].switches | _FIXED, path)
+        config = replace(config, model=resolve_model(model, progress=sys.stderr.isatty()))
         how = {"repeat": params["repeat"], "kv_tokens": params["kv_tokens"]}
         result = climb(config, record(Load, params), **how, report=partial(click.echo, err=True))
     click.echo(ladder_table(result))

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from loadtest.records import Chain, LoadTestError, Prompt
 
 
@@ -49,10 +51,6 @@ class Row:
         """A load of the reference, or ""."""
         return self.load if self.reference is None else self.reference
 
-    def seed_of(self, repeat: int) -> int:
-        """The seed of its `repeat`th run, counted from 1."""
-        return self.seed + repeat * self.fresh
-
 
 def _random(concurrency: int) -> Row:
     count = max(4, 3 * concurrency)
@@ -86,15 +84,12 @@ _ALL = (
 ROWS: dict[str, Row] = {row.key: row for row in _ALL}
 
 
-def _named(start: str) -> tuple[str, ...]:
-    return tuple(key for key in ROWS if key.startswith(start))
-
-
+_SHAREGPT = tuple(key for key in ROWS if key.startswith("sg"))
 GROUPS: dict[str, tuple[str, ...]] = {
-    "rnd1k": _named("rnd1k"),
-    "rnd7k": _named("rnd7k"),
-    "sg": _named("sg"),
-    "sg-rates": _named("sg")[:-1],
+    "rnd1k": tuple(key for key in ROWS if key.startswith("rnd1k")),
+    "rnd7k": ("rnd7k-text", "rnd7k-ids"),
+    "sg": _SHAREGPT,
+    "sg-rates": _SHAREGPT[:-1],
 }
 
 # The project's goals (a figure, at least or at most): ahead of vLLM 0.26.0 on the same GPU.
@@ -148,8 +143,6 @@ def mixed_lengths(count: int, mean: int, longest: int, seed: int) -> list[tuple[
     The mean holds where longest / mean is near 3. Completions are drawn apart from the sum, so that long requests stay
     no longer than others: what runs together has the mean of what is sent.
     """
-    import numpy as np
-
     generator = np.random.default_rng(seed)
     # A log-normal's mean is exp(mu + sigma^2 / 2); what the cut takes away is given back: 0.065, found by integration.
     sums = np.exp(generator.normal(math.log(mean) - 0.8**2 / 2 + 0.065, 0.8, count)).clip(longest / 64, longest)
@@ -157,12 +150,10 @@ def mixed_lengths(count: int, mean: int, longest: int, seed: int) -> list[tuple[
     return [(int(total) - int(output), int(output)) for total, output in zip(sums, outputs, strict=True)]
 
 
-def mixed_prompts(ids: Sequence[int], lengths: Sequence[tuple[int, int]], seed: int) -> list[Chain]:
-    """Prompts of random ids out of `ids`, of these lengths."""
-    import numpy as np
-
+def mixed_prompts(ids: Sequence[int], count: int, lengths: tuple[int, int], seed: int) -> list[Chain]:
+    """Prompts of random ids out of `ids`, of `mixed_lengths` of this mean and longest sum."""
     generator, known = np.random.default_rng(seed), np.asarray(ids)
     return [
         Chain((Prompt(known[generator.integers(0, len(known), size)].tolist(), output, size),))
-        for size, output in lengths
+        for size, output in mixed_lengths(count, *lengths, seed=seed)
     ]

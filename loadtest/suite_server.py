@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,30 +19,18 @@ from loadtest.admin import flush_cache, stats
 from loadtest.records import LoadTestError, Target
 from loadtest.tokens import served_model
 
+GAUGES = (
+    *("running_sequences", "waiting_sequences", "live_requests", "preemptions"),
+    *("used_pages", "free_pages", "cached_pages", "total_pages"),
+)
+COUNTERS = (
+    *("steps", "prefill_tokens", "generated_tokens", "preemptions", "schedule_seconds", "execute_seconds"),
+    *("process_seconds", "device_busy_seconds", "device_gap_seconds"),
+)
 _LAST_LINES = 15
 _END_SECONDS = 30.0
 _POLL_SECONDS = 0.1
-_GAUGES = (
-    "running_sequences",
-    "waiting_sequences",
-    "live_requests",
-    "used_pages",
-    "free_pages",
-    "cached_pages",
-    "total_pages",
-    "preemptions",
-)
-_COUNTERS = (
-    "steps",
-    "prefill_tokens",
-    "generated_tokens",
-    "preemptions",
-    "schedule_seconds",
-    "execute_seconds",
-    "process_seconds",
-    "device_busy_seconds",
-    "device_gap_seconds",
-)
+_SAMPLE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +46,14 @@ class Server:
         """Empties its prefix cache. Raises: LoadTestError."""
         flush_cache(self.admin, self.target)
 
-    def counters(self) -> dict[str, float]:
-        """What it has counted since its start; seconds of the device are 0 but on CUDA. Raises: LoadTestError."""
+    def stats(self, names: Sequence[str]) -> dict[str, Any]:
+        """Its gauges, or what it has counted since its start (of the device: on CUDA). Raises: LoadTestError."""
         now = stats(self.admin, self.target)
-        return {name: getattr(now, name) for name in _COUNTERS}
-
-    def gauges(self) -> dict[str, int]:
-        """How many sequences run and wait, and whose the pages are. Raises: LoadTestError."""
-        now = stats(self.admin, self.target)
-        return {name: getattr(now, name) for name in _GAUGES}
+        return {name: getattr(now, name) for name in names}
 
     def last_words(self) -> str:
         """The end of its log."""
-        return _end_of(self.log)
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
 
 
 @contextmanager
@@ -79,61 +63,67 @@ def serving(model: Path | str, options: Sequence[str], log: Path, start_seconds:
     Raises: LoadTestError when it does not serve within `start_seconds`. One of the block gets the end of the log too.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fulcrum-suite-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fulcrum-suite-") as folder, log.open("wb") as output:
         admin = f"unix:{folder}/admin"
         own = ("--port=0", "--grpc-port=0", "--grace=5", f"--admin-address={admin}")
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "cli", "serve", str(model), *options, *own],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is the suite's, which then ends it
-            )
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cli", "serve", str(model), *options, *own],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is the suite's, which then ends it
+        )
+        target = Target("openai", "", "/v1/completions", "", {}, {"temperature": 0.0}, ignore_eos=True)
+        server = Server(target, admin, log, process)
         try:
-            with _ended(process):
-                url = _address(process, log, time.monotonic() + start_seconds)
-                target = Target("openai", url, "/v1/completions", "", {}, {"temperature": 0.0}, ignore_eos=True)
-                yield Server(replace(target, model=served_model(target)), admin, log, process)
+            target = replace(target, url=_url(server, time.monotonic() + start_seconds))
+            yield replace(server, target=replace(target, model=served_model(target)))
         except LoadTestError as error:
-            raise LoadTestError(f"{error}\n{_end_of(log)}") from error
+            raise LoadTestError(f"{error}\n{server.last_words()}") from error
+        finally:
+            process.terminate()
+            try:
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # its children end with their lifelines
+                process.wait()
 
 
-class Watch:
-    """Notes a server's gauges and the device's memory once a second, from `with` to its end.
+def _url(server: Server, deadline: float) -> str:
+    """Where it serves, as it says once it is healthy."""
+    while time.monotonic() < deadline:
+        status = server.process.poll()
+        if found := re.search(r"OpenAI API\s+(http://[^/\s]+)/v1", server.log.read_text(errors="replace")):
+            return found.group(1)
+        if status is not None:
+            raise LoadTestError(f"the server ended with status {status} before it served")
+        time.sleep(_POLL_SECONDS)
+    raise LoadTestError("the server does not serve yet (--start-seconds gives it longer)")
 
-    Attributes:
-        samples: each with "seconds" since the beginning, the gauges, and "device_memory_mib" (None without a GPU).
-        error: why it stopped before its end, if it did.
+
+@contextmanager
+def watched(server: Server) -> Iterator[list[dict[str, Any]]]:
+    """Notes the gauges and the device's memory once a second, from the block's beginning to its end.
+
+    Each sample has "seconds" since the beginning, the gauges, and "device_memory_mib" (None without a GPU).
+
+    Raises: LoadTestError at the end, if they could not be read.
     """
+    samples: list[dict[str, Any]] = []
+    began, ended = time.monotonic(), threading.Event()
 
-    def __init__(self, server: Server) -> None:
-        self.samples: list[dict[str, Any]] = []
-        self.error = ""
-        self._server = server
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+    def sample() -> None:
+        while not samples or not ended.wait(_SAMPLE_SECONDS):
+            seconds = round(time.monotonic() - began, 2)
+            samples.append({"seconds": seconds, **server.stats(GAUGES), "device_memory_mib": _device_memory()})
 
-    def __enter__(self) -> "Watch":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        began = time.monotonic()
+    with ThreadPoolExecutor(1) as thread:
+        sampling = thread.submit(sample)
         try:
-            while True:
-                seconds = round(time.monotonic() - began, 2)
-                self.samples.append(
-                    {"seconds": seconds, **self._server.gauges(), "device_memory_mib": _device_memory()}
-                )
-                if self._stop.wait(max(0.0, 1 - (time.monotonic() - began - seconds))):
-                    return
-        except LoadTestError as error:
-            self.error = str(error)
+            yield samples
+        finally:
+            ended.set()
+    sampling.result()
 
 
 def _device_memory() -> int | None:
@@ -144,37 +134,3 @@ def _device_memory() -> int | None:
         return max(int(line) for line in run.stdout.split())
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
-
-
-def _address(process: "subprocess.Popen[bytes]", log: Path, deadline: float) -> str:
-    """The URL that the server names once it is healthy (`fulcrum serve` names none before)."""
-    while time.monotonic() < deadline:
-        status = process.poll()
-        if found := re.search(r"OpenAI API\s+(http://[^/\s]+)/v1", log.read_text(errors="replace")):
-            return found.group(1)
-        if status is not None:
-            raise LoadTestError(f"the server ended with status {status} before it served")
-        time.sleep(_POLL_SECONDS)
-    raise LoadTestError("the server does not serve yet (--start-seconds gives it longer)")
-
-
-def _end_of(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
-
-
-@contextmanager
-def _ended(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """After the block: asks it to end, insists after a while."""
-    try:
-        yield
-    finally:
-        process.terminate()
-        _wait(process)
-
-
-def _wait(process: "subprocess.Popen[bytes]") -> None:
-    try:
-        process.wait(_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # its children end with their lifelines
-        process.wait()

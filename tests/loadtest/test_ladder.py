@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from cli.main import main
 from engine.config import EngineConfig
 from loadtest import ladder
-from loadtest.ladder import Load, climb, rungs
+from loadtest.ladder import RUNGS, Load, climb
 from loadtest.records import LoadTestError
 
 CPU_RUNGS = [
@@ -22,7 +22,7 @@ CPU_RUNGS = [
     "+ prefix cache",
     "+ chunked prefill",
 ]
-LOAD = Load(count=12, max_input_len=20, max_output_len=48, prefix_len=32, prefix_groups=1, seed=0)
+LOAD = Load(num_prompts=12, max_input_len=20, max_output_len=48, prefix_len=32, prefix_groups=1, seed=0)
 KV_TOKENS = 384
 
 
@@ -69,11 +69,10 @@ def rows(result: dict) -> dict[str, dict]:
 
 
 def test_each_rung_turns_one_switch_and_the_last_is_the_engine_s_default():
-    steps = rungs()
-    for below, above in pairwise(steps):
-        assert sum(below.switches[name] != above.switches[name] for name in below.switches) == 1, above.name
+    for below, above in pairwise(RUNGS):
+        assert sum(RUNGS[below][name] != RUNGS[above][name] for name in RUNGS[below]) == 1, above
     default = EngineConfig(model=Path("m"))
-    assert replace(default, **steps[-1].switches) == default
+    assert replace(default, **RUNGS["+ overlap"]) == default
 
 
 def test_rungs_are_in_order_and_those_of_cuda_are_named_as_left_out(result):
@@ -84,7 +83,7 @@ def test_rungs_are_in_order_and_those_of_cuda_are_named_as_left_out(result):
 
 def test_every_rung_gives_the_same_answers(result):
     """Greedy, in float32: the answers of static batching are those of all."""
-    assert [row["equal_answers"] for row in result["rungs"]] == [LOAD.count] * len(CPU_RUNGS)
+    assert [row["equal_answers"] for row in result["rungs"]] == [LOAD.num_prompts] * len(CPU_RUNGS)
 
 
 def test_answers_are_transformers(model):
@@ -92,8 +91,8 @@ def test_answers_are_transformers(model):
 
     jobs = LOAD.jobs(160)
     core, info = ladder.build_core(settings(model), progress=False)
-    scheduler = ladder._scheduler(settings(model), rungs()[-1], info, info.num_pages)
-    answers = ladder._run(core, scheduler, jobs, LOAD).answers
+    scheduler = ladder._scheduler(settings(model), "+ overlap", info, info.num_pages)
+    answers = ladder.run(core, scheduler, jobs, LOAD)[1]
     oracle = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
     for job, answer in list(zip(jobs, answers, strict=True))[:4]:
         assert len(answer) == job.output_len
@@ -119,7 +118,9 @@ def test_static_batching_takes_more_steps(rows):
 
 def test_the_prefix_cache_finds_the_common_prefix(rows):
     assert rows["+ paged allocation"]["prefix_hit_tokens"] == 0
-    assert rows["+ prefix cache"]["prefix_hit_tokens"] == 32 * (LOAD.count - 1), "all but the first find its two pages"
+    assert rows["+ prefix cache"]["prefix_hit_tokens"] == 32 * (LOAD.num_prompts - 1), (
+        "all but the first find its two pages"
+    )
 
 
 def test_factors_are_ratios_of_the_medians(result):
@@ -136,7 +137,7 @@ def test_the_load_is_a_function_of_its_seed():
     assert jobs == LOAD.jobs(160) != replace(LOAD, seed=1).jobs(160)
     assert len({job.prompt[:32] for job in jobs}) == 1
     assert all(36 <= len(job.prompt) <= 52 and 4 <= job.output_len <= 48 for job in jobs)
-    many = replace(LOAD, count=4000, prefix_len=0, max_input_len=1024, max_output_len=1024).jobs(10)
+    many = replace(LOAD, num_prompts=4000, prefix_len=0, max_input_len=1024, max_output_len=1024).jobs(10)
     lengths = sorted(len(job.prompt) for job in many)
     assert lengths[2000] == pytest.approx(96, rel=0.15), "the median of ShareGPT's prompts"
     assert sum(job.output_len for job in many) / 4000 == pytest.approx(206, rel=0.05), "the mean of its answers"
