@@ -2,9 +2,11 @@
 
 import asyncio
 import concurrent.futures
+import io
 import logging
 import socket
 import ssl
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from socketserver import ThreadingMixIn
@@ -173,6 +175,17 @@ class _Handler(WSGIRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: scrapes are many."""
+
+    def get_stderr(self) -> io.StringIO:
+        """Where a traceback is written to, and flushed."""
+        return _Errors()
+
+
+class _Errors(io.StringIO):
+    def flush(self) -> None:
+        """A scraper that has left (an OSError), or a fault of ours."""
+        left = isinstance(sys.exc_info()[1], OSError)
+        logger.log(logging.DEBUG if left else logging.ERROR, "a scrape failed", exc_info=True)
 
 
 class _Server(ThreadingMixIn, WSGIServer):

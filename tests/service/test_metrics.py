@@ -1,6 +1,7 @@
 """The engine's Prometheus metrics, read as Prometheus reads them: each end counted once, nothing left standing."""
 
 import asyncio
+import ssl
 import time
 import urllib.request
 
@@ -8,13 +9,14 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from engine.messages import CoreStats
 from engine.request import FinishReason
 from fulcrum.v1 import inference_pb2 as pb
 from service.errors import draining
 from service.figures import Figures
-from service.metrics import VLLM_NAMES
+from service.metrics import VLLM_NAMES, MetricsServer
 from service.record import ending
 
 EOS = 257
@@ -279,3 +281,24 @@ async def test_every_figure_of_the_core_and_every_name_of_vllm(make_core, servin
     assert value(samples, "vllm:iteration_tokens_total_bucket", le="1.0", **labels) == 2
     assert value(samples, "vllm:iteration_tokens_total_bucket", le="4.0", **labels) == 7
     assert value(samples, "vllm:iteration_tokens_total_count", **labels) == 7
+
+
+@pytest.mark.parametrize(("error", "level"), [(KeyError("ours"), "ERROR"), (ssl.SSLEOFError("theirs"), "DEBUG")])
+async def test_what_goes_wrong_in_a_scrape_is_a_record_of_the_log(error, level, caplog, capfd):
+    """Not a traceback in the middle of it: a scraper that leaves is nobody's fault here."""
+
+    class Broken(Collector):
+        def collect(self):
+            raise error
+            yield
+
+        def describe(self):
+            return iter(())
+
+    caplog.set_level("DEBUG", "service.metrics")
+    server = MetricsServer("127.0.0.1", 0, None, [Broken()])
+    with pytest.raises(OSError, match=r"500|closed|reset"):
+        await asyncio.to_thread(urllib.request.urlopen, f"http://{server.address}/metrics", timeout=20)
+    await server.close()
+    assert [record.levelname for record in caplog.records if record.message == "a scrape failed"] == [level]
+    assert "Traceback" not in capfd.readouterr().err
