@@ -24,6 +24,7 @@ COPY kernels kernels
 COPY engine engine
 COPY service service
 COPY gateway gateway
+COPY loadtest loadtest
 COPY cli cli
 RUN pip install -c constraints.txt '.[engine,gateway,otel]'
 
