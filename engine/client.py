@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
@@ -11,7 +11,7 @@ import msgspec
 
 from engine.cache.kv_cache import CacheView
 from engine.frames import HEADER_BYTES, frame_length, to_frame
-from engine.grammar import GrammarError, Vocabulary
+from engine.grammar import MAX_HELD, GrammarError, Vocabulary
 from engine.messages import (
     Abort,
     AbortReply,
@@ -44,6 +44,7 @@ _Event = RequestStart | list[SequenceOutput]
 
 
 _RECONNECT_SECONDS = 0.1
+PIECE = 256  # tokens: with logprobs of 20 others for each it takes some milliseconds to make messages of them
 
 
 class _Connection(NamedTuple):
@@ -59,8 +60,9 @@ class CoreDied(Exception):
 class RequestStream:
     """The events of one accepted request: RequestStart once, then lists of SequenceOutput, one entry an index at most.
 
-    What the reader has not taken is merged, so that the memory held is bounded by the request's own tokens. Ends after
-    the last index has finished, or after an entry with FinishReason.ABORT. Raises CoreDied.
+    What the reader has not taken is merged, so that the memory held is bounded by the request's own tokens, and handed
+    out in pieces of PIECE tokens. Ends after the last index has finished, or after an entry with FinishReason.ABORT.
+    Raises CoreDied.
     """
 
     def __init__(self, request: Request) -> None:
@@ -86,9 +88,8 @@ class RequestStream:
                 start, self._start = self._start, None
                 return start
             if self._pending:
-                outputs = list(self._pending.values())
-                self._pending.clear()
-                return outputs
+                waiting, self._pending = self._pending, {}
+                return [self._piece(output) for output in waiting.values()]
             if self._error is not None:
                 raise self._error
             if self.ended:
@@ -98,6 +99,20 @@ class RequestStream:
                 await self._waiter
             finally:
                 self._waiter = None
+
+    def _piece(self, output: SequenceOutput) -> SequenceOutput:
+        """The beginning of what a slow reader has left; the rest is pending again."""
+        ids, logprobs = output.token_ids, output.logprobs
+        if len(ids) <= PIECE:
+            return output
+        at = len(logprobs) // len(ids) * PIECE
+        piece = SequenceOutput(
+            output.request_id, output.index, ids[:PIECE], None, logprobs[:at], output.prompt_logprobs
+        )
+        del ids[:PIECE], logprobs[:at]
+        output.prompt_logprobs = bytearray()
+        self._pending[output.index] = output
+        return piece
 
     def put_start(self, start: RequestStart) -> None:
         """Called by the client: the first step has been scheduled."""
@@ -167,7 +182,9 @@ class CoreClient:
         # By id: answers still to come to submits whose caller has gone. The id may be in use again by then.
         self._unclaimed: Counter[str] = Counter()
         self._calls: dict[int, asyncio.Future[Reply]] = {}
-        self._grammars: set[str] = set()  # that the core has said to hold
+        # That the core has said to hold, least recently used first, as it lets them go itself; and those on their way.
+        self._grammars: OrderedDict[str, None] = OrderedDict()
+        self._loading: dict[str, asyncio.Task[None]] = {}
         self._knows_vocabulary = False
         self._closed = asyncio.Event()
         self._state_changed = asyncio.Event()
@@ -199,6 +216,10 @@ class CoreClient:
             if stream.accepted.cancelled():
                 self._unclaimed[request.request_id] += 1
             self.abort_soon(stream)
+            raise
+        except RequestRejected as refusal:
+            if refusal.reason is RejectReason.UNKNOWN_GRAMMAR:
+                self._grammars.pop(request.grammar, None)
             raise
         return stream
 
@@ -242,14 +263,23 @@ class CoreClient:
         Raises GrammarError, CoreDied.
         """
         if key in self._grammars:
+            self._grammars.move_to_end(key)
             return
+        if key not in self._loading:
+            self._loading[key] = asyncio.create_task(self._load_grammar(key, data, vocabulary))
+            self._loading[key].add_done_callback(lambda _: self._loading.pop(key, None))
+        await asyncio.shield(self._loading[key])
+
+    async def _load_grammar(self, key: str, data: bytes, vocabulary: Callable[[], Vocabulary]) -> None:
         first = None if self._knows_vocabulary else vocabulary()
         self._knows_vocabulary = True
         call_id = next(self._call_ids)
         reply = await self._ask(LoadGrammar(call_id, key, data, first), call_id, GrammarReply)
         if reply.error:
             raise GrammarError(reply.error)
-        self._grammars.add(key)
+        self._grammars[key] = None
+        if len(self._grammars) > MAX_HELD:
+            self._grammars.popitem(last=False)
 
     # --- calls
 
@@ -352,8 +382,6 @@ class CoreClient:
                 stream.accepted.set_result(None)
         for rejected in outputs.rejected:
             stream = None if self._is_unclaimed(rejected.request_id) else streams.pop(rejected.request_id, None)
-            if rejected.reason is RejectReason.UNKNOWN_GRAMMAR:
-                self._grammars.clear()  # which of them is gone is not known here
             if stream is not None and not stream.accepted.done():
                 stream.accepted.set_exception(RequestRejected(rejected.reason, rejected.message, rejected.field))
         for start in outputs.started:

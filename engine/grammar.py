@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import xgrammar
 
 # Of compiled grammars, in the core. One takes 0.1 to 2 MB; whoever is crowded out is sent again when it is asked for.
-MAX_HELD_BYTES = 256 << 20
+MAX_HELD, MAX_HELD_BYTES = 1024, 256 << 20
 # What following one grammar may take: this, and so much for each token. Common are 5 to 100 microseconds.
 _FIRST_SECONDS, _TOKEN_SECONDS = 0.5, 1e-3
 
@@ -104,8 +104,8 @@ class Grammars:
     `load` may run in a thread of its own (XGrammar lets the interpreter go on meanwhile); the rest in the core's.
     """
 
-    def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: int = MAX_HELD_BYTES, max_held: int = MAX_HELD) -> None:
+        self._max_bytes, self._max_held = max_bytes, max_held
         self._vocabulary: Vocabulary | None = None
         self._info: xgrammar.TokenizerInfo | None = None
         self._held: OrderedDict[str, tuple[xgrammar.CompiledGrammar, _Time]] = OrderedDict()
@@ -135,7 +135,7 @@ class Grammars:
                 return
             self._bytes += grammar.memory_size_bytes
             self._held[key] = grammar, _Time()
-            while self._bytes > self._max_bytes and len(self._held) > 1:
+            while len(self._held) > self._max_held or (self._bytes > self._max_bytes and len(self._held) > 1):
                 self._bytes -= self._held.popitem(last=False)[1][0].memory_size_bytes
 
     def matcher(self, key: str) -> "GrammarMatcher | None":

@@ -22,7 +22,7 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
-def read_logprobs(records: bytes, top: int) -> Iterator[TokenLogprob]:
+def read_logprobs(records: bytes | bytearray, top: int) -> Iterator[TokenLogprob]:
     """The records of tokens for which `top` of the likeliest were asked for."""
     for own, *rest in struct.iter_unpack("<f" + "if" * top, records):
         yield TokenLogprob(own, tuple(zip(rest[::2], rest[1::2], strict=True)))

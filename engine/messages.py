@@ -86,8 +86,8 @@ class SequenceOutput(msgspec.Struct, array_like=True):
     index: int
     token_ids: list[int]
     finish: FinishReason | None = None
-    logprobs: bytes = b""
-    prompt_logprobs: bytes = b""
+    logprobs: bytearray = msgspec.field(default_factory=bytearray)
+    prompt_logprobs: bytearray = msgspec.field(default_factory=bytearray)
 
 
 class RequestStart(msgspec.Struct, array_like=True):

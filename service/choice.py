@@ -9,7 +9,7 @@ from engine.request import FinishReason
 from fulcrum.v1 import inference_pb2 as pb
 from service.detokenizer import TextStream
 from service.errors import ApiError
-from service.logprobs import PIECE, token_logprobs
+from service.logprobs import token_logprobs
 from service.tokenizer import Tokenizer
 from service.validate import Plan
 from service.wire import text_delta
@@ -89,7 +89,9 @@ class Choice:
         piece, stop = stream.finish()
         return text + piece, stop, len(ids)
 
-    def _logprobs(self, ids: Sequence[int], records: bytes, finish: FinishReason | None) -> list[pb.TokenLogprob]:
+    def _logprobs(
+        self, ids: Sequence[int], records: bytes | bytearray, finish: FinishReason | None
+    ) -> list[pb.TokenLogprob]:
         """The logprobs of these ids, the last of which has ended the text if it did."""
         assert self._tokenizer is not None
         found = token_logprobs(self._tokenizer, ids, records, self._plan.params.top_logprobs or 0)
@@ -101,24 +103,18 @@ class Choice:
         return found
 
     def _deltas(self, text: str, ids: Sequence[int], logprobs: Sequence[pb.TokenLogprob]) -> list[bytes]:
-        """The Deltas of this text and these tokens: mostly one, or none where there is nothing to say."""
+        """The Delta of this text and these tokens, if there is something to say."""
         if not self._plan.text:
             text = ""
         if not (logprobs or (ids and self._plan.token_ids)):
             return [text_delta(self.index, text)] if text else []
-        deltas = self._token_deltas(ids, logprobs)
-        deltas[-1].text = text
-        return [pb.GenerateResponse(delta=delta).SerializeToString() for delta in deltas]
+        delta = self._tokens_delta(ids, logprobs)
+        delta.text = text
+        return [pb.GenerateResponse(delta=delta).SerializeToString()]
 
-    def _token_deltas(self, ids: Sequence[int], logprobs: Sequence[pb.TokenLogprob]) -> list[pb.Delta]:
-        """One Delta with these tokens, or several where their logprobs are too much for one."""
-        if not self._plan.token_ids:
-            ids = ()
-        deltas = [
-            pb.Delta(index=self.index, token_ids=ids[at : at + PIECE], logprobs=logprobs[at : at + PIECE])
-            for at in range(0, len(logprobs), PIECE)
-        ]
-        return deltas or [pb.Delta(index=self.index, token_ids=ids)]
+    def _tokens_delta(self, ids: Sequence[int], logprobs: Sequence[pb.TokenLogprob]) -> pb.Delta:
+        """A Delta with these tokens and no text."""
+        return pb.Delta(index=self.index, token_ids=ids if self._plan.token_ids else (), logprobs=logprobs)
 
     def _finished(self, finish: FinishReason, stop: str | None, ids: Sequence[int]) -> pb.Finished:
         finished = pb.Finished(index=self.index, completion_tokens=self.tokens)

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 
+from engine.client import PIECE
 from engine.logprobs import read_logprobs
 from fulcrum.v1 import inference_pb2 as pb
 from service.tokenizer import Tokenizer
 
-# Tokens whose logprobs go into one message: with 20 others for each, some 100 KB, and a few milliseconds to make.
-PIECE = 256
 
-
-def token_logprobs(tokenizer: Tokenizer, ids: Sequence[int], records: bytes, top: int) -> list[pb.TokenLogprob]:
+def token_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], records: bytes | bytearray, top: int
+) -> list[pb.TokenLogprob]:
     """Messages for these tokens. `records` are theirs, `top` others in each; further ones are left."""
     token_bytes = tokenizer.token_bytes
     return [
@@ -25,7 +25,7 @@ def token_logprobs(tokenizer: Tokenizer, ids: Sequence[int], records: bytes, top
 
 
 def prompt_pieces(
-    tokenizer: Tokenizer, prompt: Sequence[int], first: int, records: bytes, top: int
+    tokenizer: Tokenizer, prompt: Sequence[int], first: int, records: bytes | bytearray, top: int
 ) -> Iterator[pb.PromptLogprobs]:
     """Messages for the prompt's tokens from `first` on, as many as there are records."""
     size = PIECE * (4 + 8 * top)

@@ -52,7 +52,7 @@ class ParsedChoice(Choice):
         self._events.clear()
         if not events:
             return super()._deltas(text, ids, logprobs)
-        deltas = self._token_deltas(ids, logprobs)
+        deltas = [self._tokens_delta(ids, logprobs)]
         last = 0
         for event in events:
             place = _PLACES[type(event)]

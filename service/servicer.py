@@ -226,7 +226,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise RuntimeError(f"the engine ended request {record.request_id} with {running} sequences unfinished")
         return record.usage()
 
-    def _prompt_logprobs(self, job: Request, first: int, records: bytes) -> Iterator[pb.PromptLogprobs]:
+    def _prompt_logprobs(self, job: Request, first: int, records: bytes | bytearray) -> Iterator[pb.PromptLogprobs]:
         return prompt_pieces(self._model.prompts.tokenizer, job.prompt, first, records, job.params.prompt_logprobs or 0)
 
     def _choice(self, index: int, asked: Plan, prompt_field: str, reading: Reading | None) -> Choice:

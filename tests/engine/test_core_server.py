@@ -18,7 +18,7 @@ from engine.core import EngineCore
 from engine.core_server import CoreServer
 from engine.frames import MAX_FRAME_BYTES, FrameError, frame_length, take_frames, to_frame
 from engine.grammar import GrammarError, Grammars, Vocabulary, tokenizer_info
-from engine.messages import CoreInfo, RequestStart, SequenceOutput
+from engine.messages import CoreInfo, LoadGrammar, RequestStart, SequenceOutput
 from engine.request import FinishReason, RejectReason, Request, RequestRejected, SamplingParams
 from engine.scheduler import Scheduler
 from engine.step import DeviceLost, Step, StepResult
@@ -255,15 +255,14 @@ async def test_a_lost_client_has_its_requests_aborted_and_the_others_go_on(serve
         assert (stats.requests_aborted, stats.live_requests, stats.used_pages) == (5, 0, 0)
 
 
-async def test_a_slow_reader_gets_everything_merged(served: Served) -> None:
+async def test_a_slow_reader_gets_everything_merged_in_pieces(served: Served) -> None:
     async with connected(served) as client:
         stream = await client.submit(request("a", max_tokens=300))
         await until(lambda: not served.core.has_work)
         await client.stats()
         events = [event async for event in stream]
-        assert len(events) == 2
-        assert isinstance(events[1], list)
-        assert events[1][0].token_ids == continuation((1, 2, 3), 300)
+        assert [len(outputs[0].token_ids) for outputs in events[1:]] == [256, 44]
+        assert [token for outputs in events[1:] for token in outputs[0].token_ids] == continuation((1, 2, 3), 300)
 
 
 async def test_end_sequence_ends_one_index_only(served: Served) -> None:
@@ -425,6 +424,75 @@ async def test_merging_keeps_the_end() -> None:
     stream.put(SequenceOutput("a", 0, [2], FinishReason.EOS))
     stream.put(SequenceOutput("a", 0, [3]))  # after the end: not ours
     assert [event async for event in stream] == [[SequenceOutput("a", 0, [1, 2], FinishReason.EOS)]]
+
+
+async def test_what_a_slow_reader_has_left_comes_in_pieces_each_with_its_logprobs() -> None:
+    """Of two indexes, one of which has ended, and an abort in the end."""
+    stream = RequestStream(Request("a", (1,), SamplingParams(n=2)))
+    stream.accepted.set_result(None)
+    tokens = {0: list(range(600)), 1: list(range(1000, 1300))}
+    stream.put(SequenceOutput("a", 0, [], prompt_logprobs=bytearray(b"prompt")))
+    for index, ids in tokens.items():
+        for token in ids:
+            stream.put(SequenceOutput("a", index, [token], None, bytearray(token.to_bytes(4, "little"))))
+    stream.put(SequenceOutput("a", 1, [7], FinishReason.EOS, bytearray(b"seven")[:4]))
+    heard: dict[int, list[SequenceOutput]] = {0: [], 1: []}
+    while not heard[0] or heard[0][-1].finish is None:
+        if len(heard[0]) == 2:
+            stream.put(SequenceOutput("a", 0, [], FinishReason.ABORT))
+        for output in await anext(stream):
+            assert len(output.token_ids) <= 256
+            heard[output.index].append(output)
+    assert stream.ended
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    assert [token for output in heard[0] for token in output.token_ids] == tokens[0]
+    assert [token for output in heard[1] for token in output.token_ids] == [*tokens[1], 7]
+    assert b"".join(output.prompt_logprobs for output in heard[0]) == heard[0][0].prompt_logprobs == b"prompt"
+    for outputs in heard.values():
+        for output in outputs:
+            ids = [output.logprobs[at : at + 4] for at in range(0, len(output.logprobs), 4)]
+            assert [int.from_bytes(one, "little") for one in ids[:-1]] == output.token_ids[:-1]
+            assert len(ids) == len(output.token_ids)
+    assert [output.finish for output in heard[1]] == [None, FinishReason.EOS]
+    assert heard[0][-1].finish is FinishReason.ABORT
+
+
+async def test_the_grammars_that_a_client_knows_of_are_bounded_and_each_is_sent_once(
+    served: Served, monkeypatch
+) -> None:
+    """The least recently used is forgotten, and the one that the core says it lacks; nobody waits for another's."""
+    monkeypatch.setattr("engine.client.MAX_HELD", 2)
+    vocabulary = Vocabulary((*(bytes([token]) for token in range(VOCAB - 1)), b""), (EOS,))
+    data = xgrammar.GrammarCompiler(tokenizer_info(vocabulary), max_threads=1).compile_regex("a").serialize_json()
+    sent: list[str] = []
+
+    async with connected(served) as client:
+        send = client._send
+
+        def noted(message: object) -> None:
+            if isinstance(message, LoadGrammar):
+                sent.append(message.key)
+            send(message)
+
+        monkeypatch.setattr(client, "_send", noted)
+
+        async def load(*keys: str) -> list[str]:
+            sent.clear()
+            await asyncio.gather(*(client.load_grammar(key, data.encode(), lambda: vocabulary) for key in keys))
+            return list(sent)
+
+        assert await load("a", "a", "b", "a") == ["a", "b"]
+        assert await load("a") == []
+        assert await load("c") == ["c"]  # b was used before a
+        assert await load("a", "c") == []
+        assert await load("b") == ["b"]
+        assert await load("a") == ["a"]
+        with served.core.grammars._lock:
+            del served.core.grammars._held["a"]
+        with pytest.raises(RequestRejected, match="does not hold"):
+            await client.submit(Request("x", (1,), SamplingParams(), grammar="a"))
+        assert await load("b", "a") == ["a"]
 
 
 async def test_a_grammar_is_loaded_once_for_all_clients_and_limits_the_requests_that_name_it(served: Served) -> None:

@@ -168,7 +168,7 @@ class FakeCore:
     ) -> None:
         stream = self.streams.get(request_id)
         if stream is not None:
-            stream.put(SequenceOutput(request_id, index, ids, finish, *logprobs))
+            stream.put(SequenceOutput(request_id, index, ids, finish, *map(bytearray, logprobs)))
             if stream.ended:
                 self.streams.pop(request_id, None)
 

@@ -141,6 +141,10 @@ async def test_grammars_are_of_one_vocabulary_and_make_room(compiler):
     grammars.load(second.key, second.data, compiler.vocabulary)
     assert (first.key in grammars, second.key in grammars) == (False, True)
     assert grammars.matcher(first.key) is None
+    few = Grammars(max_held=1)
+    for compiled in (first, second):
+        few.load(compiled.key, compiled.data, compiler.vocabulary)
+    assert (first.key in few, second.key in few) == (False, True)
     other = GrammarCompiler(compiler._tokenizer, 299, [EOS], seconds=1.0)
     with pytest.raises(GrammarError, match="another vocabulary"):
         grammars.load(first.key, first.data, other.vocabulary)
