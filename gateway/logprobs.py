@@ -59,6 +59,8 @@ class Offsets:
 
     def next(self, raw: bytes) -> int:
         """The offset of the next token, which adds these bytes to the text."""
+        if raw and raw[0] & 0xC0 != 0x80:  # it begins a character: one that is not complete yet has ended as U+FFFD
+            self._end += len(self._utf8.decode(b"", final=True))
         offset = self._end
         self._end += len(self._utf8.decode(raw))
         return offset

@@ -112,6 +112,7 @@ class FunctionOutput(Item):
     type: Literal["function_call_output"]
     call_id: str
     output: Texts
+    name: str | None = None
 
 
 class Reasoning(Item):
@@ -244,7 +245,7 @@ def as_chat(body: ResponsesRequest) -> tuple[ChatPrompt, dict[str, str]]:
         field, own = "content", ".content"  # what the item brings, by its name in the message and in the item
         match item:
             case FunctionOutput():
-                turn = Message(role="tool", tool_call_id=item.call_id, content=parts(item.output))
+                turn = Message(role="tool", tool_call_id=item.call_id, name=item.name, content=parts(item.output))
                 own = ".output"
             case InputMessage(role="assistant") if turn is not None and not said:
                 turn.content = parts(item.content)

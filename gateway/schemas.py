@@ -215,7 +215,8 @@ class Sampling(Body):
 class ContentPart(BaseModel):
     """A part of a message. Kinds other than text keep whatever fields they have: the engine refuses them by name.
 
-    Ignored: `cache_control` (of messages and tools too), a hint to other servers' caches, and LangChain's `id`.
+    Ignored: `cache_control` (of messages and tools too) and `prompt_cache_breakpoint`, hints to other servers' caches,
+    and LangChain's `id`.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -223,6 +224,7 @@ class ContentPart(BaseModel):
     type: str
     text: str | None = None
     cache_control: Any = None
+    prompt_cache_breakpoint: Any = None
     id: Any = None
 
     @model_validator(mode="after")
@@ -231,8 +233,8 @@ class ContentPart(BaseModel):
         if self.type == "text":
             if self.text is None:
                 raise ValueError("a part of type text needs its text")
-            if self.model_extra:
-                raise ValueError(f"unknown field {next(iter(self.model_extra))!r} in a part of type text")
+            if unknown := next((name for name, each in (self.model_extra or {}).items() if each is not None), None):
+                raise ValueError(f"unknown field {unknown!r:.200} in a part of type text")
         return self
 
 

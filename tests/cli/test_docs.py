@@ -66,6 +66,17 @@ def test_every_reason_is_documented() -> None:
     assert reasons == documented
 
 
+def test_every_error_code_of_the_gateway_is_documented() -> None:
+    codes = set()
+    for path in (ROOT / "gateway").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.keyword) and node.arg == "code" and isinstance(node.value, ast.Constant):
+                codes.add(node.value.value)
+    assert len(codes) > 15
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("# The gRPC API")[0].partition("## Errors")[2]
+    assert not codes - set(re.findall(r"`([a-z_]+)`", text))
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text(encoding="utf-8")):

@@ -4,17 +4,21 @@ import contextlib
 import functools
 import gzip
 import json
+import re
 import socket
 import time
 
 import httpx
 import pytest
 from google.protobuf.json_format import MessageToDict
+from openai.types import chat, responses, shared_params
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
+from openai.types.responses import response_input_param
 from pydantic import ValidationError
 
+from gateway import constraints, responses_schema, schemas
 from gateway.responses_schema import ResponsesRequest
 from gateway.schemas import ChatRequest, CompletionRequest
 
@@ -33,6 +37,10 @@ def error_of(answer, status=400):
     return error
 
 
+def documented_fields(kit):
+    return (kit.ROOT / "docs/api.md").read_text().partition("## Fields\n")[2].partition("### Tokenize")[0]
+
+
 @pytest.mark.parametrize(
     ("kind", "theirs"),
     [
@@ -45,11 +53,70 @@ def test_every_field_is_served_or_told(kit, kind, theirs):
     """Each field of OpenAI's, by its client, is known; it and every other known one are in the document."""
     known = kind.model_fields.keys() | kind.ignored | kind.unserved.keys()
     assert not theirs.__annotations__.keys() - known
-    fields = (kit.ROOT / "docs/api.md").read_text().partition("## Fields\n")[2].partition("### Tokenize")[0]
+    fields = documented_fields(kit)
     shared, _, of_responses = fields.partition("### Responses\n")
     own = of_responses if kind is ResponsesRequest else shared
     assert not [name for name in theirs.__annotations__ if f"`{name}`" not in own]
     assert not [name for name in known if f"`{name}`" not in fields]
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs"),
+    [
+        (schemas.Message, chat.ChatCompletionDeveloperMessageParam),
+        (schemas.Message, chat.ChatCompletionSystemMessageParam),
+        (schemas.Message, chat.ChatCompletionUserMessageParam),
+        (schemas.Message, chat.ChatCompletionAssistantMessageParam),
+        (schemas.Message, chat.ChatCompletionToolMessageParam),
+        (schemas.ContentPart, chat.ChatCompletionContentPartTextParam),
+        (schemas.ToolCall, chat.ChatCompletionMessageFunctionToolCallParam),
+        (schemas.Tool, chat.ChatCompletionFunctionToolParam),
+        (schemas.Function, shared_params.FunctionDefinition),
+        (schemas.NamedTool, chat.ChatCompletionNamedToolChoiceParam),
+        (schemas.StreamOptions, chat.ChatCompletionStreamOptionsParam),
+        (constraints.ResponseFormat, shared_params.ResponseFormatJSONSchema),
+        (constraints.JsonSchema, shared_params.response_format_json_schema.JSONSchema),
+        (responses_schema.InputMessage, responses.EasyInputMessageParam),
+        (responses_schema.InputMessage, responses.ResponseOutputMessageParam),
+        (responses_schema.Text, responses.ResponseInputTextParam),
+        (responses_schema.Text, responses.ResponseOutputTextParam),
+        (responses_schema.FunctionCall, responses.ResponseFunctionToolCallParam),
+        (responses_schema.FunctionOutput, response_input_param.FunctionCallOutput),
+        (responses_schema.Reasoning, responses.ResponseReasoningItemParam),
+        (responses_schema.FunctionTool, responses.FunctionToolParam),
+        (responses_schema.NamedFunction, responses.ToolChoiceFunctionParam),
+        (responses_schema.ReasoningConfig, shared_params.Reasoning),
+        (responses_schema.TextConfig, responses.ResponseTextConfigParam),
+        (constraints.TextFormat, responses.ResponseFormatTextJSONSchemaConfigParam),
+        (schemas.StreamOptions, response_params.StreamOptions),
+    ],
+    ids=lambda kind: kind.__name__,
+)
+def test_every_field_within_a_field_is_served_or_told(kit, kind, theirs):
+    """What is not known is a 400 by name, and the document says so."""
+    known = {field.alias or name for name, field in kind.model_fields.items()}
+    shared, _, of_responses = documented_fields(kit).partition("### Responses\n")
+    own = of_responses if theirs.__module__.startswith("openai.types.responses") else shared
+    for name in theirs.__annotations__.keys() - known:
+        assert f"`{name}`" in own
+        with pytest.raises(ValidationError) as caught:
+            kind.model_validate({name: "x"})
+        assert (name,) in [error["loc"] for error in caught.value.errors() if error["type"] == "extra_forbidden"]
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, ResponsesRequest])
+def test_what_is_ignored_and_what_is_not_served_is_told_exactly(kit, kind):
+    shared, _, of_responses = documented_fields(kit).partition("### Responses\n")
+    if kind is ResponsesRequest:
+        ignored, rows = of_responses.partition("\nIgnored: ")[2].partition(". 400")[::2]
+    else:
+        ignored, rows = shared.partition("they change nothing: ")[2].partition("### Not supported yet")[::2]
+    assert set(re.findall("`([a-z_]+)`", ignored)) == kind.ignored
+    told = {}
+    for names, values in re.findall(r"^\| (`.*`) \| (`.*?) (?:\(.*\) )?\|$", rows, re.MULTILINE):
+        taken = {json.dumps(json.loads(value)) for value in re.findall("`(.+?)`", values)} | {"null"}
+        told |= dict.fromkeys(re.findall("`(.+?)`", names), taken)
+    assert told == {name: set(map(json.dumps, values)) for name, values in kind.unserved.items()}
 
 
 def test_nothing_asked_nothing_set(http, gateway, engine, kit):
@@ -126,7 +193,8 @@ def test_messages(http, gateway, engine, kit):
             "role": "user",
             "content": [
                 {"type": "text", "text": "a"},
-                {"type": "text", "text": "b", "id": "lc_1", "cache_control": {"type": "ephemeral"}},
+                {"type": "text", "text": "b", "id": "lc_1", "cache_control": {"type": "ephemeral"}, "image_url": None},
+                {"type": "text", "text": "c", "prompt_cache_breakpoint": {"mode": "explicit"}},
             ],
             "cache_control": {"type": "ephemeral"},
         },
@@ -151,7 +219,7 @@ def test_messages(http, gateway, engine, kit):
     assert MessageToDict(engine.calls[0].request.chat, preserving_proto_field_name=True) == {
         "messages": [
             {"role": "developer", "content": [{"text": "be short"}], "name": "boss"},
-            {"role": "user", "content": [{"text": "a"}, {"text": "b"}]},
+            {"role": "user", "content": [{"text": "a"}, {"text": "b"}, {"text": "c"}]},
             {
                 "role": "assistant",
                 "tool_calls": [{"id": "c1", "name": "f", "arguments_json": '{"a": 1}'}],

@@ -315,3 +315,9 @@ def test_what_the_tokenizer_adds_takes_no_place_in_an_echo():
     offsets = told.first(pieces[0])["text_offset"] + told.prompt([token(one) for one in pieces[1:]])["text_offset"]
     assert offsets == [0, 0, 2, 3, 4, 7]
     assert told.answer([token(b"x")])["text_offset"] == [8]
+
+
+def test_a_token_behind_half_a_character_begins_behind_it():
+    """The text is "\ufffdJ\u2192\ufffdk": by hand."""
+    pieces = [b"\xcf", b"J", SPLIT[:2], SPLIT[2:], b"\xe2\x86", b"k"]
+    assert TextLogprobs(0).answer([token(one) for one in pieces])["text_offset"] == [0, 1, 2, 2, 3, 4]

@@ -136,7 +136,7 @@ ITEMS = [
     },
     {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}', "parsed_arguments": {"a": 1}},
     {"type": "function_call", "call_id": "c2", "name": "g", "arguments": "{}", "status": "completed", "async_": None},
-    {"type": "function_call_output", "call_id": "c1", "output": "2"},
+    {"type": "function_call_output", "call_id": "c1", "output": "2", "name": "f"},
     {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "3"}]},
     {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "so"}], "encrypted_content": None},
     {"type": "function_call", "call_id": "c3", "name": "f", "arguments": "{}"},
@@ -161,7 +161,7 @@ def test_items_become_messages(client, engine, kit):
                 {"id": "c2", "name": "g", "arguments_json": "{}"},
             ],
         },
-        {"role": "tool", "tool_call_id": "c1", "content": [{"text": "2"}]},
+        {"role": "tool", "tool_call_id": "c1", "name": "f", "content": [{"text": "2"}]},
         {"role": "tool", "tool_call_id": "c2", "content": [{"text": "3"}]},
         {
             "role": "assistant",
