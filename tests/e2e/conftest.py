@@ -1,5 +1,6 @@
 """The default model, served by real processes; each test talks to them as a user would."""
 
+import os
 import queue
 import re
 import signal
@@ -30,6 +31,23 @@ class Addresses:
     admin: str
     model: str
     pid: int
+
+    def family(self) -> list[int]:
+        """Its process and all below it."""
+        found = [self.pid]
+        for pid in found:
+            for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                found += map(int, children.read_text().split())
+        return found
+
+    def resident(self) -> float:
+        """MB that all of these have in memory."""
+        pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.family())
+        return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+    def open_files(self) -> int:
+        """File descriptors of all of these."""
+        return sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in self.family())
 
 
 @contextmanager

@@ -170,20 +170,12 @@ class Crowd:
         assert sum(end is not None for end in ends) == self.cases[number].n
 
 
-def memory(pid: int) -> float:
-    """Resident MB of a process and all below it."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    own = int(status.split("VmRSS:")[1].split()[0]) / 1024
-    children = [child for tasks in Path(f"/proc/{pid}/task").glob("*/children") for child in tasks.read_text().split()]
-    return own + sum(memory(int(child)) for child in children)
-
-
 @pytest.mark.timeout(SECONDS * 3 + 600)
 async def test_soak(soaked: Any) -> None:
     crowd = Crowd(soaked, SEED)
     async with grpc.aio.insecure_channel(soaked.grpc) as channel, grpc.aio.insecure_channel(soaked.admin) as admin:
         await crowd.run(channel, admin, SECONDS / 2)
-        before = memory(soaked.pid)
+        before = soaked.resident()
         await crowd.run(channel, admin, SECONDS / 2)
         async for reply in crowd.admin.WatchStats(pb.WatchStatsRequest(interval_seconds=0.1), timeout=60):
             stats = reply.stats
@@ -195,7 +187,7 @@ async def test_soak(soaked: Any) -> None:
         assert stats.requests_accepted == stats.requests_finished + stats.requests_aborted
         await crowd.admin.FlushCache(pb.FlushCacheRequest())
         assert (await crowd.admin.GetStats(pb.GetStatsRequest())).stats.free_pages == PAGES
-        grown = memory(soaked.pid) - before
+        grown = soaked.resident() - before
     told = f"{crowd.done.total()} acts, {stats.preemptions} preemptions, memory grew by {grown:.0f} MB"
     logging.getLogger(__name__).info("%s: %s", told, dict(crowd.done))
     assert grown < 30 + 0.02 * SECONDS
