@@ -9,6 +9,7 @@ before its end.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from engine.model.config import read_json
 from engine.model.errors import ModelError
 from engine.model.gguf_header import read_gguf_metadata
+from service.long_text import LLAMA3_PATTERN, QWEN2_PATTERN, cut, ends_of_parted
 
 # Names under which templates know special tokens, in tokenizer_config.json and as tokenizer.ggml.{}_token_id.
 SPECIAL_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -26,11 +28,7 @@ FURTHER_SPECIAL_NAMES = ("sep_token", "cls_token", "mask_token")
 # Kinds of token in GGUF metadata (tokenizer.ggml.token_type).
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
-# How `pre` splits text before BPE, as the tokenizer.json of these models says.
-QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-LLAMA3_PATTERN = QWEN2_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+# How text is split before BPE (`pre`).
 GPT2_PRE = ("smollm", "qwen2", "llama-bpe")
 
 SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
@@ -61,6 +59,7 @@ class Tokenizer:
         self.vocab_size = 1 + max(backend.get_vocab().values(), default=-1)
         self._pieces = _Pieces(backend)
         self._texts: dict[int, str | None] = {}
+        self._ends = ends_of_parted(backend)  # None: a text is not cut
         # Characters of a text for each token at most; a normalizer may shrink it first (NFC: to a quarter at most).
         self._longest = max(1, *map(len, backend.get_vocab())) * (1 if backend.normalizer is None else 4)
         self.strips_first_space = self._pieces.strips_first_space
@@ -169,10 +168,13 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             surrogate = f"lone surrogate U+{ord(text[error.start]):04X} at character {error.start}"
             raise ValueError(f"the text is not valid Unicode: {surrogate}") from error
-        # As a batch of one, because `encode` holds the interpreter's lock: a long text would stop the whole process.
-        encoding = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        ids: list[int] = encoding.ids
-        return ids
+        # A batch, also of one, because `encode` holds the interpreter's lock: a long text would stop the whole process.
+        parts = [text] if self._ends is None else cut(text)
+        if self._ends is None or len(parts) == 1:
+            return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        encodings = self.backend.encode_batch_fast(parts, add_special_tokens=False)
+        before, after = self._ends if add_special_tokens else ([], [])
+        return [*before, *chain.from_iterable(encoding.ids for encoding in encodings), *after]
 
     def encode_rendered_chat(self, text: str) -> list[int]:
         """Tokenizes what a chat template rendered: the template has written BOS already, where the model wants one.
