@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from click.testing import CliRunner, Result
 
+from cli.batch import _WAITS
 from cli.batch_file import Answers, BatchFileError, Requests
 from cli.main import main
 
@@ -226,6 +228,24 @@ def test_a_busy_server_is_asked_again_as_late_as_it_says(tmp_path: Path, monkeyp
     assert len(asked) == 4
     assert asked[1] - asked[0] >= 1
     assert [each["response"]["status_code"] for each in read(tmp_path / "out")] == [200]
+
+
+def test_it_is_asked_again_nine_times_within_five_minutes() -> None:
+    assert (len(_WAITS), sum(_WAITS)) == (9, 300)
+
+
+def test_rows_reach_the_disk_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, now = [], 100.0
+    monkeypatch.setattr("cli.batch_file.os.fsync", synced.append)
+    monkeypatch.setattr("cli.batch_file.time", SimpleNamespace(monotonic=lambda: now))
+    requests = Requests(write(tmp_path / "in", *(line(name, prompt="x") for name in "abc")))
+    with Answers(tmp_path / "out", requests) as answers:
+        before = len(synced)
+        for name, passed, times in (("a", 0.5, 0), ("b", 0.5, 1), ("c", 0.9, 1)):
+            now += passed
+            answers.add(answer(name))
+            assert len(synced) - before == times
+    assert len(synced) - before == 2
 
 
 def test_errors_are_rows(tmp_path: Path) -> None:

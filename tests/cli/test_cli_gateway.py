@@ -25,13 +25,16 @@ def status(url: str) -> int:
         return error.code
 
 
-@pytest.mark.parametrize(("workers", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
-def test_gateway_starts_and_ends(fulcrum, await_end, number: signal.Signals, workers: int) -> None:
-    process = fulcrum("gateway", "--engine", NO_ENGINE, "--port=0", f"--workers={workers}")
+@pytest.mark.parametrize(
+    ("workers", "number", "children"), [([], signal.SIGINT, 0), (["--workers=2"], signal.SIGTERM, 2)]
+)
+def test_gateway_starts_and_ends(fulcrum, await_end, number: signal.Signals, workers: list[str], children: int) -> None:
+    process = fulcrum("gateway", "--engine", NO_ENGINE, "--port=0", *workers)
     url = process.expect(r"OpenAI API  (http://127\.0\.0\.1:\d+)/v1")
     assert status(f"{url}/livez") == 200
     assert status(f"{url}/health") == 503
     family = process.descendants()
+    assert len(family) == children
     assert process.stop(number) == 0
     await_end(family)
 

@@ -274,6 +274,13 @@ def test_other_machines_need_a_key(command: str) -> None:
     assert "\n" not in line
 
 
+def test_the_variable_that_kubernetes_sets_for_a_service_called_fulcrum_is_refused(monkeypatch) -> None:
+    monkeypatch.setenv("FULCRUM_PORT", "tcp://10.0.0.1:8000")
+    status, line = refusal("gateway")
+    assert status == 2
+    assert "'tcp://10.0.0.1:8000' is not a valid integer" in line
+
+
 def test_a_key_file_without_keys_is_refused(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("# nothing\n")
     status, line = refusal("gateway", f"--api-key-file={tmp_path / 'keys'}")

@@ -12,6 +12,7 @@ import grpc
 import httpx
 import pytest
 from click.testing import CliRunner, Result
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cli.main import main
 
@@ -95,15 +96,25 @@ def test_serve(fulcrum, await_end, engine_options: list[str], tmp_path: Path) ->
     assert "Traceback" not in serve.log.read_text()
 
 
+def connects(url: str) -> bool:
+    """Whether somebody listens there."""
+    try:
+        return httpx.get(f"{url}/models", timeout=60).status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
 def test_a_drain_lets_running_requests_finish(fulcrum, await_end, engine_options: list[str]) -> None:
+    """The gateway's go first, and nobody connects to it any more; the engine serves until they have ended."""
     serve = fulcrum("serve", *engine_options, "--port=0")
+    address = serve.expect(r"gRPC +(\S+)")
     url = serve.expect(r"OpenAI API +(\S+)")
     serve.expect(r"(Ctrl-C ends it)")
     family = serve.descendants()
     body = {
         "model": "tiny-llama",
         "prompt": "x",
-        "max_tokens": 400,
+        "max_tokens": 1500,
         "ignore_eos": True,
         "stream": True,
         "temperature": 0,
@@ -113,7 +124,12 @@ def test_a_drain_lets_running_requests_finish(fulcrum, await_end, engine_options
         lines = (line for line in response.iter_lines() if line)
         next(lines)
         serve.process.send_signal(signal.SIGTERM)
+        while connects(url):
+            pass
+        with grpc.insecure_channel(address) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
         rest = list(lines)
+        assert check.status == health_pb2.HealthCheckResponse.SERVING
     assert rest[-1] == "data: [DONE]"
     assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
     assert serve.wait() == 0
@@ -149,7 +165,7 @@ def test_ctrl_c_twice_ends_at_once_and_a_dead_core_is_told(fulcrum, await_end, e
             pass
         return call
 
-    hurried = fulcrum("engine", *engine_options)
+    hurried = fulcrum("serve", *engine_options, "--port=0")
     killed = fulcrum("engine", *engine_options, "--restarts=0")
     first, second = long_request(hurried), long_request(killed)
     families = hurried.descendants() + killed.descendants()

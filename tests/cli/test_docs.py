@@ -8,6 +8,7 @@ import click
 import pytest
 
 from cli.main import main
+from gateway.config import GatewayConfig
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("proto/fulcrum", "telemetry", "kernels", "engine", "service", "gateway", "cli")
@@ -44,12 +45,42 @@ def test_the_life_of_a_request_names_real_files_and_functions() -> None:
     assert not named - files - defined()
 
 
-@pytest.mark.parametrize("command", ["serve", "engine", "gateway"])
-def test_every_flag_is_documented(command: str) -> None:
-    text = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
-    for param in main.commands[command].params:
-        if isinstance(param, click.Option) and not param.hidden:
-            assert any(f"`{flag}`" in text for flag in (*param.opts, *param.secondary_opts)), param.opts
+def default(option: click.Option) -> str:
+    """As the table of flags has it. What has none of its own, or one that depends, says so itself."""
+    if isinstance(option.show_default, str):
+        return option.show_default.partition(";")[0]
+    value = option.default
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value) if isinstance(value, int | str) else ""
+
+
+def test_the_flags_are_as_they_are_documented() -> None:
+    """Each in one row: its default, and whether it is the engine's or the gateway's."""
+    text = (ROOT / "docs/operations.md").read_text(encoding="utf-8").partition("## Flags")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| `--")]
+    told = {}
+    for flags, values, rooms, _ in rows:
+        named = re.findall(r"`(--[\w-]+)`", flags)
+        for at, flag in enumerate(named):  # a cell is of all of them, or has something for each
+            assert flag not in told
+            cells = (values.split(", "), rooms.partition(";")[0].replace("both", "engine and gateway").split(", "))
+            told[flag] = [each[at if len(each) == len(named) else 0] for each in cells]
+    del told["--logits-processors"]  # another name
+    here = {"engine": set(), "gateway": set()}
+    for command in ("serve", "engine", "gateway"):
+        for param in main.commands[command].params:
+            if isinstance(param, click.Option) and not param.hidden:
+                (flag,) = {*param.opts, *param.secondary_opts} & set(told)
+                value, rooms = told[flag]
+                if default(param):
+                    assert value.partition(";")[0] == default(param), flag
+                else:
+                    assert not re.match(r"\d|on$|off$", value), flag
+                here.get(command, set()).add(flag)
+                assert command in rooms or command == "serve", flag
+    assert here == {room: {flag for flag, (_, rooms) in told.items() if room in rooms} for room in here}
+    assert f"| engine none, gateway {GatewayConfig().request_timeout:g} s |" in text
 
 
 def test_every_reason_is_documented() -> None:

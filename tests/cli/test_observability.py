@@ -8,7 +8,7 @@ import ssl
 import subprocess
 import threading
 import time
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[2]
+ALERTS = ROOT / "deploy/alerts.yaml"
 LABEL = "look-for-me"
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 # Of Prometheus' own query language: what our expressions use of it, and what its server makes itself.
@@ -114,6 +115,7 @@ def told(
         serve.kill()
         collector.server.shutdown()
         collector.server.server_close()
+    assert len(engine.encode()) < 60_000  # as the document says of a scrape
     families = [*text_string_to_metric_families(engine), *text_string_to_metric_families(gateway)]
     samples = {(s.name, *sorted(s.labels.items())): s.value for family in families for s in family.samples}
     command = ["openssl", "x509", "-enddate", "-noout", "-in", certificates / "server.pem"]
@@ -153,12 +155,16 @@ def test_the_metrics_add_up(told: SimpleNamespace) -> None:
         assert samples["fulcrum_certificate_expiry_timestamp_seconds", ("setting", setting)] == end
 
 
+def alerts() -> list[dict[str, Any]]:
+    return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+
+
 def expressions(path: Path) -> list[str]:
     if path.suffix == ".json":
         dashboard = json.loads(path.read_text())
         variables = [each["query"] for each in dashboard["templating"]["list"] if each["type"] == "query"]
         return variables + [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    rules = [rule for group in yaml.safe_load(path.read_text())["groups"] for rule in group["rules"]]
+    rules = alerts()
     assert len({rule["alert"] for rule in rules}) == len(rules)
     for rule in rules:
         assert set(rule) == {"alert", "expr", "for", "labels", "annotations"}
@@ -168,10 +174,43 @@ def expressions(path: Path) -> list[str]:
     return [rule["expr"] for rule in rules]
 
 
+def labels_of(told: SimpleNamespace) -> dict[str, set[str]]:
+    """What each name may be asked for, beside the instance and the job that Prometheus adds."""
+    # Streams that broke are counted by the status that they would have had; none broke here.
+    none = {"up": {"job"}, "fulcrum_gateway_stream_errors_total": {"status"}}
+    return none | {name: {key for key, _ in pairs} for name, *pairs in told.samples}
+
+
+def test_an_alert_says_what_its_expression_tells(told: SimpleNamespace) -> None:
+    """Its summary names labels that its result has, and its limits are those of the document."""
+    labels, said = labels_of(told), {}
+    for rule in alerts():
+        named = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) - {"instance"}
+        (name, *_) = [each for each in re.findall(r"[a-zA-Z_:][\w:]*", rule["expr"]) if each in labels]
+        assert named <= labels[name], rule["alert"]
+        assert not named or "by (" not in rule["expr"], rule["alert"]
+        said[rule["alert"]] = rule["expr"]
+    document = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"\| `fulcrum_service_finished_total` .*", document)
+    assert set(re.search(r'reason=~"([^"]*)"', said["FulcrumSequencesFail"])[1].split("|")) <= set(
+        re.findall(r"`(\w+)`", row)
+    )
+    for alert, limit, text in (
+        ("FirstTokenLate", "> 5", "p99 above 5 s"),
+        ("TokensSlow", "> 0.25", "p99 above 0.25 s"),
+        ("SequencesFail", "> 0.01", "1% of the sequences"),
+        ("HttpErrors", "> 0.05", "5% of\nHTTP"),
+        ("CertificateExpires", "< 14 * 86400", "within 14 days"),
+        ("PrefixHitsCollapsed", "< 0.5 *", "half as often as over the last day"),
+    ):
+        assert limit in said[f"Fulcrum{alert}"]
+        assert text in document
+
+
 @pytest.mark.parametrize("file", ["grafana.json", "alerts.yaml"])
 def test_dashboard_and_alerts_ask_for_what_there_is(told: SimpleNamespace, file: str) -> None:
     known = names(told.families)
-    labels = {name: {key for key, _ in pairs} for name, *pairs in told.samples} | {"up": {"job"}}
+    labels = labels_of(told)
     found = expressions(ROOT / "deploy" / file)
     assert len(found) > 8
     for expression in found:
@@ -179,7 +218,10 @@ def test_dashboard_and_alerts_ask_for_what_there_is(told: SimpleNamespace, file:
         bare = re.sub(r'"[^"]*"', "", expression)
         for name, matchers in re.findall(r"(\w+)\{([^}]*)\}", bare):
             asked = set(re.findall(r"(\w+)=", matchers)) - {"instance"}
-            assert not asked or asked <= labels.get(name, asked), expression
+            assert asked <= labels.get(name, set()), expression
+        for grouped in re.findall(r"by \(([^)]*)\)", bare):
+            each = [labels[name] for name in re.findall(r"[a-zA-Z_:][\w:]*", bare) if name in labels]
+            assert all(set(grouped.split(", ")) <= own | {"instance"} for own in each), expression
         bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|by \([^)]*\)", "", bare)
         words = set(re.findall(r"[a-zA-Z_:][\w:]*", bare)) - {"instance"}
         assert words & (known | {"up"}), expression
@@ -203,7 +245,7 @@ def test_every_line_of_the_log_is_an_object_and_those_of_a_request_name_it(told:
     objects = [json.loads(line) for line in lines]
     for each in objects:
         assert {"time", "level", "process", "logger", "message"} <= set(each)
-        assert datetime.fromisoformat(each["time"]).utcoffset() is not None
+        assert datetime.fromisoformat(each["time"]).utcoffset() == timedelta(0)
     assert {"service", "gateway"} <= {each["process"] for each in objects}
     expiring = {each["process"]: each for each in objects if each["logger"] == "telemetry.expiry"}
     assert {name: each["message"].split()[0] for name, each in expiring.items()} == {

@@ -16,7 +16,7 @@ import pytest
 from engine import own_folder
 from engine.client import CoreClient, CoreDied
 from engine.config import EngineConfig
-from engine.kept import ProcessDied
+from engine.kept import Kept, ProcessDied
 from engine.model.errors import ModelError
 from engine.process import CoreProcess, config_from_json, config_to_json
 from engine.request import FinishReason, Request, SamplingParams
@@ -143,6 +143,27 @@ async def test_a_core_that_dies_is_started_again_but_not_for_ever(config: Engine
             await core.died()
         assert ended.value.status == -signal.SIGKILL
         await client.close()
+
+
+class Dies(Kept):
+    """Is started again and again, and ends at once each time."""
+
+    async def launch(self) -> None:
+        self._process = await asyncio.create_subprocess_exec("false")
+
+
+async def test_a_process_is_started_again_later_each_time(monkeypatch) -> None:
+    pauses = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr("engine.kept.asyncio.sleep", sleep)
+    kept = Dies("nobody", restarts=8)
+    await kept.keep()
+    with pytest.raises(ProcessDied, match="the nobody ended with status 1"):
+        await asyncio.wait_for(kept.died(), END_SECONDS)
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30]
 
 
 HANGS = """

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -95,6 +96,19 @@ async def test_a_hostile_one_ends_at_the_limit_and_holds_up_nobody(compiler):
     with pytest.raises(ApiError, match="longer than the 3 s"):
         await compiler.compile(Constraint("regex", HOSTILE))
     assert time.monotonic() - again < 1  # it is known by now
+
+
+async def test_one_that_takes_too_much_memory_is_refused(byte_model, monkeypatch):
+    monkeypatch.setattr("service.grammar._MEMORY_BYTES", 48 << 20)
+    compiler = GrammarCompiler(Tokenizer.load(byte_model), 300, [EOS], seconds=60.0)
+    try:
+        with pytest.raises(ApiError, match="more memory than it may"):
+            await compiler.compile(Constraint("regex", HOSTILE))
+        assert (await compiler.compile(Constraint("regex", "quick"))).data
+        resident = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{compiler._process.pid}/status").read_text())
+        assert 100e6 < 1024 * int(resident[1]) < 400e6, "about 300 MB"
+    finally:
+        await compiler.close()
 
 
 async def test_equal_ones_are_compiled_once_and_kept(compiler, monkeypatch):

@@ -416,12 +416,13 @@ async def refused_unary(call):
 @pytest.mark.parametrize("wanted", [False, True])
 async def test_requests_are_in_the_log_only_where_it_is_asked_for(make_core, serving, caplog, wanted):
     caplog.set_level("DEBUG")
-    core = make_core()
+    core = make_core(max_model_len=1 << 16)
     core.reply = lambda request: [(0, [65], FinishReason.LENGTH)]
     async with serving(core, log_requests=wanted) as server:
-        text = "look\nfor me " + "x" * 3000
+        text = "look\nfor me " + "x" * 30_000
         sent = pb.GenerateRequest(request_id="r1", text=text, stopping=pb.StoppingCriteria(max_tokens=5))
         assert [event async for event in server.stub.Generate(sent, metadata=(("authorization", "Bearer k"),))]
     assert ('"text": "look\\nfor me xxx' in caplog.text) == wanted
+    assert max(map(len, caplog.messages)) < 16_384 + 100
     assert "Bearer" not in caplog.text
     assert "r1" in caplog.text

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shlex
 import socket
 import stat
 import struct
@@ -156,11 +157,18 @@ async def test_grpcurl_works_through_reflection(make_core, serving, address):
             assert process.returncode == 0, errors
             return out.decode()
 
+        text = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+        check, drain = (shlex.split(line)[2:] for line in re.findall(r"(?m)^grpcurl -plaintext .*", text))
         if address == "admin":
             path = server.addresses.admin_addresses[0].removeprefix("unix:")
             assert '"steps": "41"' in await grpcurl("-unix", path, f"{ADMIN}/GetStats")
             assert ADMIN in await grpcurl("-unix", path, "list")
+            drain[drain.index("ADMIN_SOCKET")] = path
+            assert json.loads(await grpcurl(*drain)) == {}
+            assert core.draining
             return
+        check[check.index("127.0.0.1:50051")] = server.addresses.address
+        assert '"SERVING"' in await grpcurl(*check)
         assert INFERENCE in await grpcurl(server.addresses.address, "list")
         assert "rpc Generate" in await grpcurl(server.addresses.address, "describe", INFERENCE)
         body = json.dumps({"text": "hello", "stopping": {"maxTokens": 3}})

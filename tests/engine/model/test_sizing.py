@@ -1,0 +1,44 @@
+"""What operators are told of sizes is what the engine takes."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.device import LoadedModel, pages_within
+from engine.model.config import ModelConfig
+
+DOCUMENT = (Path(__file__).parents[3] / "docs/operations.md").read_text(encoding="utf-8").partition("## Sizing")[2]
+ROWS = re.findall(r"(?m)^\| ([\w.-]+) \| (\d+), (\d+), (\d+) \| ([\d,]+) \| ([\d,]+) \|$", DOCUMENT)
+# The models' own config.json.
+MODELS = {
+    "SmolLM2-135M": ("Llama", {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+                               "hidden_size": 576, "vocab_size": 49152}),
+    "Llama-3.1-8B": ("Llama", {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+                               "hidden_size": 4096, "vocab_size": 128256}),
+    "Qwen2.5-7B": ("Qwen2", {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+                             "hidden_size": 3584, "vocab_size": 152064}),
+    "Qwen3-8B": ("Qwen3", {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+                           "hidden_size": 4096, "vocab_size": 151936, "head_dim": 128}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_the_documented_sizes_are_those_of_the_pool(row: tuple[str, ...]) -> None:
+    name, *numbers = row
+    layers, kv_heads, head, token_bytes, tokens = (int(number.replace(",", "")) for number in numbers)
+    family, shape = MODELS[name]
+    common = {"intermediate_size": 1024, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}
+    config = ModelConfig.from_hf(
+        {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower(), **common, **shape}
+    )
+    assert (config.num_layers, config.num_kv_heads, config.head_dim) == (layers, kv_heads, head)
+    model = LoadedModel(SimpleNamespace(config=config), 4096, torch.bfloat16, torch.device("cpu"))
+    assert model.page_bytes(1) == token_bytes == 2 * layers * kv_heads * head * 2
+    assert 16 * pages_within(10 << 30, model.page_bytes(16), 16) == tokens
+
+
+def test_every_documented_model_is_checked() -> None:
+    assert [row[0] for row in ROWS] == [*MODELS]
