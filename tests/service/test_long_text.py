@@ -83,7 +83,7 @@ def texts_of(value: Any) -> list[str]:
 def test_real_texts(name: str, families: list[Tokenizer], data_file: Callable[[str], Path]) -> None:
     raw = data_file(name).read_text(encoding="utf-8")
     rows = [json.loads(line) for line in raw[:600_000].splitlines()[:-1]] if name.endswith("jsonl") else []
-    for text in (raw[:20_000], "\n".join(text for row in rows for text in texts_of(row))[:20_000]):
+    for text in (raw[:40_000], "\n".join(text for row in rows for text in texts_of(row))[:40_000]):
         assert not text or len(long_text.cut(text)) >= (1 if name in UNCUT else 2)
         for tokenizer in families:
             check(tokenizer, text)
