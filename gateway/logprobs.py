@@ -87,6 +87,8 @@ class ContentTokens:
 
     def next(self, content: str) -> list[pb.TokenLogprob]:
         """Those of the next piece of the content, each once. What was before it has been something else."""
+        if not (self._tokens or self._text):  # mostly, none are asked for
+            return []
         at = 0 if self._text.startswith(content) else self._text.rfind(content)
         if at < 0:
             return self.rest()

@@ -145,10 +145,10 @@ class ResponsesFormat(Format):
         if not (text or logprobs):
             return events
         self._pieces.append(text)
-        told = ""
-        if kind is MESSAGE:
+        told = ',"logprobs":[]' if kind is MESSAGE else ""
+        if logprobs:
             self._logprobs += (entries := token_logprobs(logprobs))
-            told = f',"logprobs":{compact(entries) if entries else "[]"}'
+            told = f',"logprobs":{compact(entries)}'
         return f'{events}{self._before}{quote(text)}{told},"sequence_number":{self._number()}}}\n\n'
 
     def _begin(self, kind: Kind, call: CallPiece | None) -> str:
