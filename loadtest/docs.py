@@ -8,7 +8,8 @@ and no network: the same files give the same page.
 import re
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ import click
 from jinja2 import Environment, StrictUndefined, TemplateError
 
 from loadtest import tables
-from loadtest.records import LoadTestError
+from loadtest.records import Fields, LoadTestError
 from loadtest.report import read_result
 
 FOLDER = Path(__file__).parent.parent / "docs"
-_NAMED = Sequence[str]
-"""A load's name, and the file of its result."""
+_File = str | Sequence[str]
+"""The file of a result, or the load's name and the file; a pattern such as "h200/*-?.json" names several."""
 
 
 class Page:
@@ -36,8 +37,8 @@ class Page:
 
     def functions(self) -> dict[str, Callable[..., str]]:
         """By the names that the template uses: those below, and one for each kind of tables.ROWS."""
-        kinds = {kind: self._kind(columns) for kind, columns in tables.ROWS.items()}
         own = (self.ladder, self.serve, self.compare, self.speculation, self.table, self.figure)
+        kinds = {kind: partial(self.table, columns=columns) for kind, columns in tables.ROWS.items()}
         return {**kinds, **{function.__name__: function for function in own}}
 
     def ladder(self, file: str) -> str:
@@ -45,39 +46,37 @@ class Page:
         fields = self._read(file)
         return _with_origin(tables.ladder_table(fields), [fields])
 
-    def serve(self, *files: str) -> str:
+    def serve(self, *files: _File) -> str:
         """Results of `fulcrum bench serve` or `sweep`, one a row."""
-        results = [self._read(file) for file in files]
+        results = self._runs(files)
         return _with_origin(tables.serve_table(results), results)
 
-    def compare(self, reference: str, *files: str | _NAMED) -> str:
-        """Results beside a reference's rows of the same load; ("load", "file") where a file does not name its own.
-
-        A pattern such as "h200/*-?.json" names several; of several runs of a load the medians are compared.
-        """
-        theirs, results = self._read(reference), []
-        for file in files:
-            load, pattern = (None, file) if isinstance(file, str) else file
-            runs = map(self._read, self._matching(pattern))
-            results += [{**fields, "load": load or fields.get("load")} for fields in runs]
+    def compare(self, reference: str, *files: _File) -> str:
+        """Results beside a reference's rows of the same load; of several runs of a load the medians."""
+        theirs, results = self._read(reference), self._runs(files)
         return _with_origin(tables.compare_table(theirs, results), [theirs, *results])
 
-    def speculation(self, *files: _NAMED) -> str:
-        """Results of `fulcrum bench throughput --pairs`, ("load", "file") each."""
-        results = [{**self._read(file), "load": load} for load, file in files]
+    def speculation(self, *files: _File) -> str:
+        """Results of `fulcrum bench throughput --pairs`."""
+        results = self._runs(files)
         return _with_origin(tables.rows_table(results, tables.SPECULATION), results)
 
-    def table(self, file: str, columns: Mapping[str, str], rows: str = "rows") -> str:
+    def table(self, file: str, columns: tables.Columns, rows: str = "rows") -> str:
         """Any file with a list of rows: {heading: key of the field}."""
         fields = self._read(file)
-        return _with_origin(tables.rows_table(_inner(fields, file, rows), tuple(columns.items())), [fields])
+        return _with_origin(tables.rows_table(_inner(fields, file, rows), columns), [fields])
 
     def figure(self, file: str, *keys: str | int) -> str:
         """One figure in the midst of a sentence; of several runs (a pattern) the median."""
         return tables.number(statistics.median(_inner(self._read(name), name, *keys) for name in self._matching(file)))
 
-    def _kind(self, columns: tables.Columns) -> Callable[[str], str]:
-        return lambda file: self.table(file, dict(columns))
+    def _runs(self, files: Sequence[_File]) -> list[Fields]:
+        found = []
+        for file in files:
+            load, pattern = (None, file) if isinstance(file, str) else file
+            runs = map(self._read, self._matching(pattern))
+            found += [{**fields, "load": load or fields.get("load")} for fields in runs]
+        return found
 
     def _matching(self, pattern: str) -> list[str]:
         names = sorted(str(path.relative_to(self._folder)) for path in self._folder.glob(pattern))
@@ -85,7 +84,7 @@ class Page:
             raise LoadTestError(f"there is no {pattern} among the results")
         return names
 
-    def _read(self, file: str) -> dict[str, Any]:
+    def _read(self, file: str) -> Fields:
         fields = read_result(self._folder / file)
         if missing := [key for key in ("machine", "command") if not fields.get(key)]:
             raise LoadTestError(f"{file} does not say its {missing[0]}")
@@ -110,7 +109,7 @@ def render(template: str, folder: Path) -> str:
         raise LoadTestError(f"a result file or a placeholder lacks {error}") from error
 
 
-def _with_origin(table: str, results: Sequence[Mapping[str, Any]]) -> str:
+def _with_origin(table: str, results: Sequence[Fields]) -> str:
     """The table, and where and how its figures were made; what several files have in common is said once."""
     commands: dict[str, list[str]] = {}
     for fields in results:
@@ -119,7 +118,7 @@ def _with_origin(table: str, results: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join([table, *lines])
 
 
-def _origin(fields: Mapping[str, Any]) -> str:
+def _origin(fields: Fields) -> str:
     machine = fields["machine"]
     memory = f"{machine['memory_gib']:g} GiB" if "memory_gib" in machine else ""
     cores = f"{machine['cores']} cores" if "cores" in machine else ""

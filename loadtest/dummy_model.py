@@ -9,11 +9,8 @@ left out.
 import json
 import lzma
 from pathlib import Path
-from typing import Any
 
 import click
-
-from loadtest.records import LoadTestError
 
 # Shapes: the models' config.json on the Hugging Face hub (Qwen/Qwen2.5-0.5B, -1.5B, -7B).
 _COMMON = {
@@ -34,49 +31,39 @@ _SHAPES = {
     "7B": (3584, 18944, 28, 28, 4, 152064, False),
 }
 _FIELDS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "tie_word_embeddings",
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "tie_word_embeddings"),
 )
 _FIRST_QWEN3_TOKEN = 151665
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-def write_model(size: str, folder: Path, tokenizer: Path, tokenizer_config: Path) -> None:
-    """Makes the folder. Raises: OSError; LoadTestError for a file that is no tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
+@click.command()
+@click.argument("size", type=click.Choice(list(_SHAPES)))
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--tokenizer", required=True, type=_FILE)
+@click.option("--tokenizer-config", required=True, type=_FILE)
+def main(size: str, folder: Path, tokenizer: Path, tokenizer_config: Path) -> None:
+    """Writes a folder with Qwen2.5's shape and tokenizer, and no weights."""
     config = _COMMON | dict(zip(_FIELDS, _SHAPES[size], strict=True))
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
         content = json.loads(_read(tokenizer))
         content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < _FIRST_QWEN3_TOKEN]
+        (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        (folder / "tokenizer_config.json").write_bytes(_read(tokenizer_config))
+    except OSError as error:
+        raise click.ClickException(str(error)) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise LoadTestError(f"{tokenizer} is no tokenizer.json: {error!r}") from error
-    (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_bytes(_read(tokenizer_config))
+        raise click.ClickException(f"{tokenizer} is no tokenizer.json: {error!r}") from error
 
 
 def _read(path: Path) -> bytes:
     try:
         return lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
     except lzma.LZMAError as error:
-        raise LoadTestError(f"{path} cannot be decompressed: {error}") from error
-
-
-@click.command()
-@click.argument("size", type=click.Choice(list(_SHAPES)))
-@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--tokenizer", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--tokenizer-config", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def main(**arguments: Any) -> None:
-    """Writes a folder with Qwen2.5's shape and tokenizer, and no weights."""
-    try:
-        write_model(**arguments)
-    except OSError as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(f"{path} cannot be decompressed: {error}") from error
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Iterable
+from itertools import pairwise
 from urllib.parse import urlsplit
 
 import grpc
@@ -16,10 +17,9 @@ from fulcrum.v1.inference_pb2 import (
     OutputOptions,
     SamplingParams,
     StoppingCriteria,
-    TokenIds,
 )
 from fulcrum.v1.inference_pb2_grpc import InferenceServiceStub
-from loadtest.records import Message, Prompt, Record, Target
+from loadtest.records import Message, Prompt, Record, Target, messages_of
 
 _CHANNELS = 4  # so that one worker reaches several service processes behind one port
 
@@ -49,27 +49,20 @@ class GrpcClient:
             record.error = f"cannot be sent: {error}"
             return
         record.prompt_tokens = prompt.prompt_len
-        last: float | None = None
-        finished = False
-        pieces = []
+        times: list[float] = []
+        pieces, finished = [], False
         record.start = time.perf_counter()
         call = next(self._stubs).Generate(request, metadata=self._metadata)
         try:
             async for response in call:
                 kind = response.WhichOneof("event")
                 if kind == "delta":
-                    now = time.perf_counter()
-                    if last is None:
-                        record.ttft = now - record.start
-                    else:
-                        record.itls.append(now - last)
-                    last = now
+                    times.append(time.perf_counter())
                     pieces.append(response.delta.text)
                 elif kind == "finished":
                     record.latency = time.perf_counter() - record.start
                 elif kind == "usage":
-                    finished = True
-                    usage = response.usage
+                    finished, usage = True, response.usage
                     record.prompt_tokens = usage.prompt_tokens
                     record.output_tokens = usage.completion_tokens
                     record.cached_tokens = usage.cached_tokens
@@ -78,9 +71,11 @@ class GrpcClient:
         finally:
             call.cancel()
         record.text = "".join(pieces)
+        if times:
+            record.ttft, record.itls = times[0] - record.start, [later - one for one, later in pairwise(times)]
         if not record.error and not finished:
             record.error = "truncated: the stream ended without usage"
-        elif not record.error and (last is None or not record.output_tokens):
+        elif not record.error and not (times and record.output_tokens):
             record.error = "empty: the answer has no tokens"
         if record.error:
             record.latency = time.perf_counter() - record.start
@@ -100,13 +95,12 @@ class GrpcClient:
         )
         if prompt.salt:
             request.cache.salt = prompt.salt
-        content = prompt.content
-        if isinstance(content, str):
-            request.text = content
-        elif isinstance(content[0], int):
-            request.token_ids.CopyFrom(TokenIds(ids=[token for token in content if isinstance(token, int)]))
+        if isinstance(prompt.content, str):
+            request.text = prompt.content
+        elif isinstance(prompt.content[0], int):
+            request.token_ids.ids.extend(prompt.content)
         else:
-            request.chat.CopyFrom(chat([each for each in content if isinstance(each, dict)]))
+            request.chat.CopyFrom(chat(messages_of(prompt.content)))
         return request
 
 

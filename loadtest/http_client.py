@@ -104,7 +104,13 @@ class Answer:
         if chunk.choices:
             self._output(chunk.choices[0], now)
         if chunk.usage is not None:
-            self._usage(chunk.usage)
+            record, usage = self._record, chunk.usage
+            if usage.prompt_tokens is not None:
+                record.prompt_tokens = usage.prompt_tokens
+            if usage.completion_tokens is not None:
+                record.output_tokens = usage.completion_tokens
+            if usage.prompt_tokens_details is not None:
+                record.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
 
     def _output(self, choice: _Choice, now: float) -> None:
         record, delta = self._record, choice.delta
@@ -131,15 +137,6 @@ class Answer:
         else:
             record.itls.append(now - self._last)
         self._last = now
-
-    def _usage(self, usage: _Usage) -> None:
-        record = self._record
-        if usage.completion_tokens is not None:
-            record.output_tokens = usage.completion_tokens
-        if usage.prompt_tokens is not None:
-            record.prompt_tokens = usage.prompt_tokens
-        if usage.prompt_tokens_details is not None:
-            record.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
 
 
 class _Connection(asyncio.Protocol):
@@ -273,28 +270,26 @@ class HttpClient:
 
     async def _exchange(self, request: bytes, sink: Callable[[int, bytes, float], None]) -> _Connection:
         """One exchange, over an idle connection or a new one. Raises: OSError when none can be made."""
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.open:
-                await self._over(connection, request, sink)
-                if connection.received or connection.open:
-                    return connection
-                # The server ended the idle connection as the request was on its way: no answer began.
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
-        await self._over(connection, request, sink)
-        return connection
-
-    async def _over(self, connection: _Connection, request: bytes, sink: Callable[[int, bytes, float], None]) -> None:
-        try:
-            await connection.exchange(request, sink)
-        except asyncio.CancelledError:
+        while True:
+            while self._idle and not self._idle[-1].open:
+                self._idle.pop()
+            if idle := bool(self._idle):
+                connection = self._idle.pop()
+            else:
+                loop = asyncio.get_running_loop()
+                _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
+            try:
+                await connection.exchange(request, sink)
+            except asyncio.CancelledError:
+                connection.close()
+                raise
+            if connection.open and connection.keep:
+                self._idle.append(connection)
+                return connection
             connection.close()
-            raise
-        if connection.open and connection.keep:
-            self._idle.append(connection)
-        else:
-            connection.close()
+            if not idle or connection.received or connection.open:
+                return connection
+            # The server ended the idle connection as the request was on its way: no answer began.
 
     def _body(self, prompt: Prompt) -> dict[str, Any]:
         fields = self._fields | {"cache_salt": prompt.salt} if prompt.salt else self._fields

@@ -26,7 +26,7 @@ from loadtest.report import check_folder, read_result, save
 from loadtest.serve import LoadTest
 from loadtest.suite_rows import GROUPS, ROWS, Row, gate, mixed_prompts, select
 from loadtest.suite_server import COUNTERS, GAUGES, Server, serving, watched
-from loadtest.tables import columns, compare_table, markdown, number
+from loadtest.tables import columns, compare_table, markdown, medians, number
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "results" / "reference-vllm-0.26.0-h200.json"
 _SERVER_OPTIONS = ("--load-format=dummy", "--max-model-len=8192")
@@ -223,20 +223,15 @@ def _card_text(fields: Fields) -> str:
     )
 
 
-def _medians(runs: Sequence[Fields]) -> Fields:
-    names = [*_FIGURES, *(f"{name}_ms_per_step" for name in _PER_STEP)]
-    return {"load": runs[0]["load"]} | {name: statistics.median(run[name] for run in runs) for name in names}
-
-
-def _summary(reference: Fields, figures: Mapping[str, Fields]) -> str:
+def _summary(reference: Fields, done: Mapping[str, Sequence[Fields]], figures: Mapping[str, Fields]) -> str:
     """Medians of each row beside the reference, and where the server's steps spent their time."""
     theirs = {each["load"]: each for each in reference["rows"]}
-    compared = [ROWS[key] for key in figures if ROWS[key].compared_with]
+    compared = [row for key, row in ROWS.items() if key in done and row.compared_with]
     known = [{**theirs[row.compared_with], "load": row.load} for row in compared]
     steps = [[key, *(f"{each[f'{name}_ms_per_step']:.3f}" for name in _PER_STEP)] for key, each in figures.items()]
     parts = [markdown(["ms per step", *(name.replace("_", " ") for name in _PER_STEP)], steps)]
     if compared:
-        ours = [figures[row.key] for row in compared]
+        ours = [run for row in compared for run in done[row.key]]
         parts.insert(0, compare_table({**reference, "rows": known}, ours, columns(*_FIGURES)))
     return "\n\n".join(parts)
 
@@ -278,9 +273,10 @@ def main(names: str, time_limit: float, reference_file: Path, gated: bool, **par
         raise LoadTestError(f"{reference_file} has no rate of {', '.join(sorted(missing))}")
     check_folder(suite.folder)
     suite.run(rows)
-    figures = {key: _medians(runs) for key, runs in suite.done.items()}
+    wanted = [*_FIGURES, *(f"{name}_ms_per_step" for name in _PER_STEP)]
+    figures = {key: medians(runs, wanted) for key, runs in suite.done.items()}
     if figures:
-        click.echo("\n" + _summary(reference, {row.key: figures[row.key] for row in rows if row.key in figures}))
+        click.echo("\n" + _summary(reference, suite.done, figures))
     if gated:
         click.echo("\n" + "\n".join(gate(figures)))
     if suite.failed or not figures:

@@ -6,8 +6,8 @@ from typing import Any
 
 from loadtest.records import Fields, LoadTestError
 
-Columns = Sequence[tuple[str, str]]
-"""Heading, and the key of the field."""
+Columns = Mapping[str, str]
+"""Keys of fields by headings."""
 
 _TITLES = {
     "accepted_tokens": "right",
@@ -46,7 +46,7 @@ def title(key: str) -> str:
 
 def columns(*keys: str) -> Columns:
     """Fields by their usual headings."""
-    return tuple((title(key), key) for key in keys)
+    return {title(key): key for key in keys}
 
 
 _RATES = ("request_throughput", "output_throughput")
@@ -138,11 +138,11 @@ def compare_table(reference: Fields, results: Sequence[Fields], columns: Columns
         if result.get("load") not in names:
             raise LoadTestError(f"load {result.get('load')!r} is none of the reference's: {'; '.join(names)}")
         runs.setdefault(result["load"], []).append(result)
-    ours = {load: medians(same, [key for _, key in columns]) for load, same in runs.items()}
+    ours = {load: medians(same, list(columns.values())) for load, same in runs.items()}
     pairs = [(row, ours[row["load"]]) for row in reference["rows"] if row["load"] in ours]
-    kept = [(title, key) for title, key in columns if any(key in row and key in own for row, own in pairs)]
-    lines = [[row["load"], *(_versus(row.get(key), own.get(key)) for _, key in kept)] for row, own in pairs]
-    text = markdown(["load", *(title for title, _ in kept)], lines)
+    kept = {head: key for head, key in columns.items() if any(key in row and key in own for row, own in pairs)}
+    lines = [[row["load"], *(_versus(row.get(key), own.get(key)) for key in kept.values())] for row, own in pairs]
+    text = markdown(["load", *kept], lines)
     text += f"\n\nEach cell: {reference['name']} / Fulcrum (ratio)."
     if len(results) > len(runs):
         counts = sorted({len(same) for same in runs.values()}, reverse=True)
@@ -167,29 +167,23 @@ def rows_table(rows: Sequence[Fields], columns: Columns) -> str:
 
     Raises: LoadTestError when no column is left.
     """
-    kept = [(title, key) for title, key in columns if any(row.get(key) is not None for row in rows)]
+    kept = {head: key for head, key in columns.items() if any(row.get(key) is not None for row in rows)}
     if not kept:
-        raise LoadTestError(f"no row has any of {', '.join(key for _, key in columns)}")
-    return markdown([title for title, _ in kept], [[number(row.get(key)) for _, key in kept] for row in rows])
+        raise LoadTestError(f"no row has any of {', '.join(columns.values())}")
+    return markdown(list(kept), [[number(row.get(key)) for key in kept.values()] for row in rows])
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table; columns of numbers (but for the first) to the right, of words to the left."""
-    widths = [max(3, *(len(line[i]) for line in (head, *rows))) for i in range(len(head))]
-    right = [i > 0 and any(row[i][:1].isdigit() for row in rows) for i in range(len(head))]
+    widths = [max(3, *map(len, column)) for column in zip(head, *rows, strict=True)]
+    sides = [">" if i > 0 and any(row[i][:1].isdigit() for row in rows) else "<" for i in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:
-        columns = zip(cells, widths, right, strict=True)
-        return (
-            "| "
-            + " | ".join(cell.rjust(width) if of_numbers else cell.ljust(width) for cell, width, of_numbers in columns)
-            + " |"
-        )
+        padded = (f"{cell:{side}{width}}" for cell, side, width in zip(cells, sides, widths, strict=True))
+        return f"| {' | '.join(padded)} |"
 
-    rule = "|".join(
-        "-" * (width + 1) + (":" if of_numbers else "-") for width, of_numbers in zip(widths, right, strict=True)
-    )
-    return "\n".join([line(head), f"|{rule}|", *map(line, rows)])
+    rules = ("-" * (width + 1) + (":" if side == ">" else "-") for side, width in zip(sides, widths, strict=True))
+    return "\n".join([line(head), f"|{'|'.join(rules)}|", *map(line, rows)])
 
 
 def number(value: Any) -> str:

@@ -77,6 +77,6 @@ def test_results_say_where_they_come_from():
 
 def test_keys_stay_out_of_the_command():
     shown = command(
-        ["/x/bin/fulcrum", "bench", "--header", "authorization=Bearer k", "--header=x-key=k", "--model", "a b"]
+        ["/x/bin/fulcrum", "bench", "--header", "authorization=Bearer k=v", "--header=x-key=k=v", "--model", "a b"]
     )
     assert shown == "fulcrum bench --header authorization=... --header=x-key=... --model 'a b'"
