@@ -28,6 +28,7 @@ _COMMON = {
 _SHAPES = {
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "tiny": (16, 16, 8, 1, 1, 151936, True),  # none of Qwen's: for measuring what surrounds a model
     "7B": (3584, 18944, 28, 28, 4, 152064, False),
 }
 _FIELDS = (

@@ -27,11 +27,6 @@ class NoModel:
         return launched
 
 
-def scheduler_alone(**settings: Any) -> Scheduler:
-    """A scheduler for requests of any length."""
-    return Scheduler(max_model_len=_ANY, vocab_size=_ANY, eos_token_ids=(), **settings)
-
-
 def simulated_hits(
     requests: Iterable[TraceRequest],
     *,
@@ -48,12 +43,16 @@ def simulated_hits(
 
     Raises: RequestRejected when a request is larger than the pool.
     """
-    scheduler = scheduler_alone(
+    policy: dict[str, Any] = {"look_ahead": 0, "watermark": 0} if as_vllm else {}
+    scheduler = Scheduler(
         num_pages=num_pages - as_vllm,
         page_size=page_size,
         max_num_seqs=concurrency,
         max_num_batched_tokens=max_batched_tokens,
-        **({"look_ahead": 0, "watermark": 0} if as_vllm else {}),
+        max_model_len=_ANY,
+        vocab_size=_ANY,
+        eos_token_ids=(),
+        **policy,
     )
     core, params, coming = EngineCore(scheduler, NoModel()), SamplingParams(temperature=0.0, seed=0), iter(requests)
     live = added = 0

@@ -26,7 +26,7 @@ from loadtest.report import check_folder, read_result, save
 from loadtest.serve import LoadTest
 from loadtest.suite_rows import GROUPS, ROWS, Row, gate, mixed_prompts, select
 from loadtest.suite_server import COUNTERS, GAUGES, Server, serving, watched
-from loadtest.tables import columns, compare_table, markdown, medians, number
+from loadtest.tables import columns, compare_table, medians, number, rows_table
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "results" / "reference-vllm-0.26.0-h200.json"
 _SERVER_OPTIONS = ("--load-format=dummy", "--max-model-len=8192")
@@ -38,6 +38,8 @@ _LATENCIES = tuple(f"{each}_{name}_ms" for name in ("ttft", "tpot", "itl") for e
 _FIGURES = ("request_throughput", "output_throughput", *_LATENCIES)
 _PER_STEP = ("device_gap", "device_busy", "schedule", "execute", "process")
 """Of each the server counts NAME_seconds; a result file has NAME_ms_per_step."""
+_COSTS = {f"{name.replace('_', ' ')}, ms a step": f"{name}_ms_per_step" for name in _PER_STEP}
+_COSTS |= {f"{kind}, CPU us a token": f"{kind}_cpu_us_per_token" for kind in ("core", "service", "gateway", "client")}
 _LINE = "{:12}{:>8}{:>10}{:>18}{:>14}{:>14}{:>9}{:>8}{:>9}"
 _HEAD = ("row", "req/s", "out tok/s", "TTFT p50/p99 ms", "TPOT", "ITL", "ev/tok", "client", "gap/step")
 
@@ -156,7 +158,8 @@ class Suite:
             progress=False,
             seconds=self.seconds if mixed else math.inf,
         )
-        chains, before, began = chains_of(row, test), server.stats(COUNTERS), time.monotonic()
+        chains, began = chains_of(row, test), time.monotonic()
+        before, cpu = server.stats(COUNTERS), server.cpu_seconds()
         give_up = min(60 + 3 * self._estimate(row), max(1.0, self.deadline - began))
         with watched(server) if mixed else nullcontext(list[Fields]()) as samples:
             run = replace(test, give_up=give_up).run(chains)
@@ -164,6 +167,10 @@ class Suite:
             raise KeyboardInterrupt
         counted = {name: value - before[name] for name, value in server.stats(COUNTERS).items()}
         fields = run.fields | {"server": counted, "warnings": run.warnings}
+        spent = {kind: seconds - cpu[kind] for kind, seconds in server.cpu_seconds().items()}
+        spent["client"] = sum(usage["mean"] for usage in fields["client_cpu"]) * fields["duration"]
+        for kind, seconds in spent.items():
+            fields[f"{kind}_cpu_us_per_token"] = 1e6 * seconds / max(1, counted["generated_tokens"])
         for name in _PER_STEP:
             fields[f"{name}_ms_per_step"] = 1000 * counted[f"{name}_seconds"] / max(1, counted["steps"])
         if samples:
@@ -224,12 +231,11 @@ def _card_text(fields: Fields) -> str:
 
 
 def _summary(reference: Fields, done: Mapping[str, Sequence[Fields]], figures: Mapping[str, Fields]) -> str:
-    """Medians of each row beside the reference, and where the server's steps spent their time."""
+    """Medians of each row beside the reference, and what steps and tokens cost."""
     theirs = {each["load"]: each for each in reference["rows"]}
     compared = [row for key, row in ROWS.items() if key in done and row.compared_with]
     known = [{**theirs[row.compared_with], "load": row.load} for row in compared]
-    steps = [[key, *(f"{each[f'{name}_ms_per_step']:.3f}" for name in _PER_STEP)] for key, each in figures.items()]
-    parts = [markdown(["ms per step", *(name.replace("_", " ") for name in _PER_STEP)], steps)]
+    parts = [rows_table([{"row": key, **each} for key, each in figures.items()], {"row": "row", **_COSTS})]
     if compared:
         ours = [run for row in compared for run in done[row.key]]
         parts.insert(0, compare_table({**reference, "rows": known}, ours, columns(*_FIGURES)))
@@ -273,8 +279,7 @@ def main(names: str, time_limit: float, reference_file: Path, gated: bool, **par
         raise LoadTestError(f"{reference_file} has no rate of {', '.join(sorted(missing))}")
     check_folder(suite.folder)
     suite.run(rows)
-    wanted = [*_FIGURES, *(f"{name}_ms_per_step" for name in _PER_STEP)]
-    figures = {key: medians(runs, wanted) for key, runs in suite.done.items()}
+    figures = {key: medians(runs, [*_FIGURES, *_COSTS.values()]) for key, runs in suite.done.items()}
     if figures:
         click.echo("\n" + _summary(reference, suite.done, figures))
     if gated:

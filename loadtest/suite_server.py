@@ -1,5 +1,6 @@
 """A `fulcrum serve` of one's own to measure, and what it tells of itself. Knows no loads and no figures."""
 
+import contextlib
 import os
 import re
 import signal
@@ -27,6 +28,9 @@ COUNTERS = (
     *("steps", "prefill_tokens", "generated_tokens", "preemptions", "schedule_seconds", "execute_seconds"),
     *("process_seconds", "device_busy_seconds", "device_gap_seconds"),
 )
+# What a process is, by a word of its command line.
+_KINDS = {"engine.core_main": "core", "engine": "service", "service-worker": "service", "gateway": "gateway"}
+_TICKS = os.sysconf("SC_CLK_TCK")
 _LAST_LINES = 15
 _END_SECONDS = 30.0
 _POLL_SECONDS = 0.1
@@ -50,6 +54,12 @@ class Server:
         """Its gauges, or what it has counted since its start (of the device: on CUDA). Raises: LoadTestError."""
         now = stats(self.admin, self.target)
         return {name: getattr(now, name) for name in names}
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU time, user and system, that its processes have used: those of the core, the service, the gateway."""
+        found: dict[str, float] = dict.fromkeys(_KINDS.values(), 0.0)
+        _add_cpu(self.process.pid, "", found)
+        return found
 
     def last_words(self) -> str:
         """The end of its log."""
@@ -99,6 +109,18 @@ def _url(server: Server, deadline: float) -> str:
             raise LoadTestError(f"the server ended with status {status} before it served")
         time.sleep(_POLL_SECONDS)
     raise LoadTestError("the server does not serve yet (--start-seconds gives it longer)")
+
+
+def _add_cpu(pid: int, kind: str, found: dict[str, float]) -> None:
+    """Adds the CPU time of a process and those below it; one that no word tells the kind of is of its parent's."""
+    folder = Path(f"/proc/{pid}")
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        kind = next((_KINDS[word] for word in (folder / "cmdline").read_text().split("\0") if word in _KINDS), kind)
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        if kind:
+            found[kind] += (int(fields[11]) + int(fields[12])) / _TICKS
+        for child in (folder / f"task/{pid}/children").read_text().split():
+            _add_cpu(int(child), kind, found)
 
 
 @contextmanager

@@ -69,9 +69,6 @@ ROWS: Mapping[str, Columns] = {
         *("page_size", "pool_tokens", "cached_tokens", "hit_rate", "same_policy_hit_rate", "ideal_hit_rate"),
         *("lru_hit_rate", "vllm_rules_hit_rate", *_RATES, *_ITL),
     ),
-    "fairness": columns(
-        *("tenants", "light_requests", "flood_requests", "queued_p50_s", "queued_p99_s", "queued_max_s")
-    ),
     "turns": columns(
         *("turn", "requests", "mean_prompt_tokens", "hit_rate"),
         *(f"{which}_p{each}_ttft_ms" for which in ("cold", "warm") for each in (50, 90)),

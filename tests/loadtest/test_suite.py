@@ -60,6 +60,8 @@ def test_rows_run_from_start_to_table(tiny_model, tmp_path, small_rows, sharegpt
     for fields in results.values():
         assert (fields["failed"], fields["commit"]) == (0, "abc")
         assert fields["machine"]["cores"] > 0
+        for kind in ("core", "service", "gateway", "client"):
+            assert fields[f"{kind}_cpu_us_per_token"] > 0
         # The core counts what the client counts.
         assert fields["server"]["generated_tokens"] == fields["total_output_tokens"] > 0
     assert results["rnd1k-c8-1"]["load"] == "rnd1k, concurrency 8"
