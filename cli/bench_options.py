@@ -14,7 +14,8 @@ import click
 
 from cli.options import engine_tls, existing_file, together
 from cli.settings import Params, engine_credentials, record
-from loadtest import admin
+from fulcrum.v1.inference_pb2 import FlushCacheRequest
+from loadtest.admin import operator
 from loadtest.datasets import DATASETS, Sampling
 from loadtest.options import COUNT, POSITIVE_OR_INF, Listed, Number
 from loadtest.records import LoadTestError, Target
@@ -157,9 +158,9 @@ load = together(
 def flush_cache(params: Params, server: Target) -> None:
     """Empties the server's prefix cache, if --flush-cache was given. Raises: LoadTestError."""
     if params["flush_cache"] is not None:
-        credentials, tls_name = engine_credentials(params), params["engine_tls_name"]
-        pages = admin.flush_cache(params["flush_cache"], server, credentials, tls_name)
-        click.echo(f"Flushed {pages} pages", err=True)
+        tls = (engine_credentials(params), params["engine_tls_name"])
+        with operator(params["flush_cache"], server, *tls) as (service, given):
+            click.echo(f"Flushed {service.FlushCache(FlushCacheRequest(), **given).pages_freed} pages", err=True)
 
 
 def load_test(params: Params) -> LoadTest:

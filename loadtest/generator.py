@@ -1,6 +1,5 @@
 """Runs a load over several worker processes and gathers what came of it. Knows no data sets and no figures."""
 
-import math
 import multiprocessing
 import signal
 import time
@@ -11,31 +10,10 @@ from multiprocessing.context import SpawnProcess
 from typing import cast
 
 from loadtest.records import Chain, LoadTestError, Record, Target, WorkerUsage
-from loadtest.worker import TICK, Board, Report, Share, work
+from loadtest.worker import TICK, Board, Load, Report, Share, work
 
 _START_IN = 2.5 * TICK  # so that all workers have seen when the start is
 _END_IN = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How the requests are sent.
-
-    Attributes:
-        times: seconds from the start at which each chain is due.
-        max_concurrency: most chains under way at once, over all workers.
-        warmups: requests sent before the start.
-        workers: processes; never more than max_concurrency.
-        seconds: from the start, after which a worker under max_concurrency begins no further chain.
-        give_up: seconds after which all is left as it is, as after Ctrl-C.
-    """
-
-    times: Sequence[float]
-    max_concurrency: int | None = None
-    warmups: int = 0
-    workers: int = 1
-    seconds: float = math.inf
-    give_up: float = math.inf
 
 
 @dataclass(slots=True)
@@ -71,7 +49,8 @@ def generate(target: Target, chains: Sequence[Chain], load: Load, progress: Call
     former = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the workers inherit: Ctrl-C is ours
     try:
-        for share in _shares(target, chains, load):
+        count = min(load.workers, load.max_concurrency or len(chains), len(chains))
+        for share in (Share(target, chains, load, worker, count) for worker in range(count)):
             reports, reply = context.Pipe(duplex=False)
             processes[reports] = context.Process(target=work, args=(share, board, reply), daemon=True)
             processes[reports].start()
@@ -132,26 +111,3 @@ def _take(outcome: Outcome, pipe: connection.Connection, working: dict[connectio
     outcome.records += report.records
     outcome.usages.append(report.usage)
     outcome.warmup_errors += report.warmup_errors
-
-
-def _shares(target: Target, chains: Sequence[Chain], load: Load) -> list[Share]:
-    jobs = tuple((number, due, chain) for number, (due, chain) in enumerate(zip(load.times, chains, strict=True)))
-    limit = load.max_concurrency
-    count = min(load.workers, limit or len(jobs), len(jobs))
-    # Under a limit any worker may take any chain, so that none idles while another has a queue.
-    own = limit is None or count == 1
-    return [
-        Share(
-            target,
-            chains=jobs[worker::count] if own else jobs,
-            own=own,
-            slots=None if limit is None else _part(limit, worker, count),
-            warmups=_part(load.warmups, worker, count),
-            seconds=load.seconds,
-        )
-        for worker in range(count)
-    ]
-
-
-def _part(whole: int, worker: int, count: int) -> int:
-    return whole // count + (worker < whole % count)

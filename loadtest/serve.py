@@ -13,11 +13,12 @@ from tqdm import tqdm
 from loadtest.arrivals import arrival_times
 from loadtest.datasets import DATASETS, Sampling
 from loadtest.environment import environment
-from loadtest.generator import Load, generate
+from loadtest.generator import generate
 from loadtest.metrics import metrics
 from loadtest.records import Chain, Content, LoadTestError, Record, Target, messages_of
 from loadtest.report import SATURATED, Run, now, warnings
 from loadtest.tokens import LocalTokenizer, RemoteTokenizer, Tokenizer, served_model
+from loadtest.worker import Load
 
 _OF_TOKENS = ("prefix-trace", "shared-prefix")
 _OF_FIXED_LENGTH = ("random", "prefix-trace", "shared-prefix")
@@ -32,7 +33,7 @@ class LoadTest:
         rate: requests (of multi-turn: conversations) per second; infinite: all at once.
         self_timed: sends at the trace's own times.
         tokenizer_path: a tokenizer file or folder; else the server's own is asked, where one is needed.
-        seconds, give_up: see loadtest.generator.Load.
+        seconds, give_up: see loadtest.worker.Load.
         objectives, percentiles, selected: see loadtest.metrics.
         about: further fields of the result file.
     """

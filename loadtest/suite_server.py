@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from loadtest.admin import flush_cache, stats
+from fulcrum.v1.inference_pb2 import FlushCacheRequest, GetStatsRequest
+from loadtest.admin import operator
 from loadtest.records import LoadTestError, Target
 from loadtest.tokens import served_model
 
@@ -48,11 +49,13 @@ class Server:
 
     def flush(self) -> None:
         """Empties its prefix cache. Raises: LoadTestError."""
-        flush_cache(self.admin, self.target)
+        with operator(self.admin, self.target) as (service, given):
+            service.FlushCache(FlushCacheRequest(), **given)
 
     def stats(self, names: Sequence[str]) -> dict[str, Any]:
         """Its gauges, or what it has counted since its start (of the device: on CUDA). Raises: LoadTestError."""
-        now = stats(self.admin, self.target)
+        with operator(self.admin, self.target) as (service, given):
+            now = service.GetStats(GetStatsRequest(), **given).stats
         return {name: getattr(now, name) for name in names}
 
     def cpu_seconds(self) -> dict[str, float]:

@@ -109,69 +109,7 @@ def _named_tokens(config: dict[str, Any]) -> set[str]:
     return {each["content"] if isinstance(each, dict) else each for each in named if each}
 
 
-class _HttpServer:
-    """What an OpenAI server with vLLM's /tokenize and /detokenize tells."""
-
-    def __init__(self, target: Target) -> None:
-        self._url, self._model = target.url, target.model
-        self.client = httpx.Client(base_url=target.url, headers=target.headers, timeout=60)
-
-    def models(self) -> list[str]:
-        return [card["id"] for card in self._asked("GET", "/v1/models", "name a --model").get("data", [])]
-
-    def tokenize(self, prompt: str | list[Message], **settings: Any) -> list[int]:
-        kind = "prompt" if isinstance(prompt, str) else "messages"
-        return [int(token) for token in self._posted("/tokenize", {kind: prompt, **settings})["tokens"]]
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return str(self._posted("/detokenize", {"tokens": list(ids)})["prompt"])
-
-    def _posted(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        hint = f"a server without {path} needs --tokenizer PATH"
-        return self._asked("POST", path, hint, json={"model": self._model, **body})
-
-    def _asked(self, method: str, path: str, hint: str, **more: Any) -> dict[str, Any]:
-        response = self.client.request(method, path, **more)
-        if response.status_code != 200:
-            answer = f"HTTP {response.status_code}: {response.text[:200]}"
-            raise LoadTestError(f"{self._url}{path} answers {answer} ({hint})")
-        answered: dict[str, Any] = response.json()
-        return answered
-
-
-class _GrpcServer:
-    """The same of a Fulcrum engine."""
-
-    def __init__(self, target: Target) -> None:
-        parts, self._model = urlsplit(target.url), target.model
-        credentials = grpc.ssl_channel_credentials() if parts.scheme == "https" else None
-        metadata = tuple((name.lower(), value) for name, value in target.headers.items())
-        self.client = SyncFulcrumClient(parts.netloc, credentials=credentials, metadata=metadata)
-
-    def models(self) -> list[str]:
-        return list(self.client.get_model().served_names)
-
-    def tokenize(self, prompt: str | list[Message], **settings: Any) -> list[int]:
-        request = TokenizeRequest(model=self._model, **settings)
-        if isinstance(prompt, str):
-            request.text = prompt
-        else:
-            request.chat.CopyFrom(chat(prompt))
-        return list(self.client.tokenize(request).token_ids)
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return str(self.client.detokenize(DetokenizeRequest(model=self._model, token_ids=ids)).text)
-
-
-@contextmanager
-def _server(target: Target) -> Iterator[_HttpServer | _GrpcServer]:
-    """What goes wrong with the connection becomes a LoadTestError."""
-    try:
-        server = _GrpcServer(target) if target.backend == "grpc" else _HttpServer(target)
-        with server.client:
-            yield server
-    except (httpx.HTTPError, httpx.InvalidURL, FulcrumError, ValueError) as error:
-        raise LoadTestError(f"{target.url} cannot be asked: {error or type(error).__name__}") from error
+_Server = httpx.Client | SyncFulcrumClient
 
 
 class RemoteTokenizer:
@@ -191,28 +129,79 @@ class RemoteTokenizer:
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         """See Tokenizer."""
-        return self._each(lambda server, text: server.tokenize(text, add_special_tokens=special), texts)
+        if self._target.backend == "grpc":
+            return self._tokenized([TokenizeRequest(text=text, add_special_tokens=special) for text in texts])
+        return self._tokenized([{"prompt": text, "add_special_tokens": special} for text in texts])
 
     def encode_chats(self, chats: Sequence[list[Message]]) -> list[list[int]]:
         """See Tokenizer."""
-        return self._each(lambda server, messages: server.tokenize(messages), chats)
+        if self._target.backend == "grpc":
+            return self._tokenized([TokenizeRequest(chat=chat(messages)) for messages in chats])
+        return self._tokenized([{"messages": messages} for messages in chats])
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
         """See Tokenizer."""
-        return self._each(lambda server, each: server.detokenize(each), ids)
 
-    def _each(
-        self, ask: Callable[[_HttpServer | _GrpcServer, _Item], _Answer], items: Iterable[_Item]
-    ) -> list[_Answer]:
+        def detokenized(server: _Server, tokens: Sequence[int]) -> str:
+            if isinstance(server, httpx.Client):
+                return str(self._posted(server, "/detokenize", {"tokens": list(tokens)})["prompt"])
+            request = DetokenizeRequest(model=self._target.model, token_ids=tokens)
+            return str(server.detokenize(request).text)
+
+        return self._each(detokenized, ids)
+
+    def _tokenized(self, requests: Sequence[TokenizeRequest] | Sequence[dict[str, Any]]) -> list[list[int]]:
+        def tokenized(server: _Server, request: Any) -> list[int]:
+            if isinstance(server, httpx.Client):
+                return [int(token) for token in self._posted(server, "/tokenize", request)["tokens"]]
+            request.model = self._target.model
+            return list(server.tokenize(request).token_ids)
+
+        return self._each(tokenized, requests)
+
+    def _posted(self, server: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        response = server.post(path, json={"model": self._target.model, **body})
+        return _answered(response, "a server without it needs --tokenizer PATH")
+
+    def _each(self, ask: Callable[[_Server, _Item], _Answer], items: Iterable[_Item]) -> list[_Answer]:
         """The answers to all items, in order, several at a time."""
-        with _server(self._target) as server, ThreadPoolExecutor(_TOGETHER) as threads:
+        with _asked(self._target) as server, ThreadPoolExecutor(_TOGETHER) as threads:
             return list(threads.map(lambda item: ask(server, item), items))
 
 
 def served_model(target: Target) -> str:
     """The first model that the server names. Raises: LoadTestError when it names none or cannot be reached."""
-    with _server(target) as server:
-        names = server.models()
+    with _asked(target) as server:
+        if isinstance(server, httpx.Client):
+            names = [card["id"] for card in _answered(server.get("/v1/models"), "name a --model").get("data", [])]
+        else:
+            names = list(server.get_model().served_names)
     if not names:
         raise LoadTestError(f"{target.url} serves no model")
-    return names[0]
+    return str(names[0])
+
+
+def _answered(response: httpx.Response, hint: str) -> dict[str, Any]:
+    if response.status_code != 200:
+        answer = f"HTTP {response.status_code}: {response.text[:200]}"
+        raise LoadTestError(f"{response.url} answers {answer} ({hint})")
+    fields: dict[str, Any] = response.json()
+    return fields
+
+
+@contextmanager
+def _asked(target: Target) -> Iterator[_Server]:
+    """A client for small calls; what goes wrong with the connection becomes a LoadTestError."""
+    server: _Server
+    try:
+        if target.backend == "grpc":
+            parts = urlsplit(target.url)
+            credentials = grpc.ssl_channel_credentials() if parts.scheme == "https" else None
+            metadata = tuple((name.lower(), value) for name, value in target.headers.items())
+            server = SyncFulcrumClient(parts.netloc, credentials=credentials, metadata=metadata)
+        else:
+            server = httpx.Client(base_url=target.url, headers=target.headers, timeout=60)
+        with server:
+            yield server
+    except (httpx.HTTPError, httpx.InvalidURL, FulcrumError, ValueError) as error:
+        raise LoadTestError(f"{target.url} cannot be asked: {error or type(error).__name__}") from error

@@ -5,11 +5,11 @@ It looks at a board in shared memory several times a second for what the others 
 
 import asyncio
 import contextlib
-import itertools
+import math
 import multiprocessing
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
@@ -27,23 +27,39 @@ _SCHEDSTAT = Path("/proc/self/schedstat")
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What one worker does.
+class Load:
+    """How the requests are sent.
 
     Attributes:
-        chains: all there are, with their numbers and the seconds from the start at which each is due.
-        own: whether these are this worker's alone; else it takes the next one that no worker has taken yet.
-        slots: how many chains it has under way at most; None: as many as are due.
-        warmups: sent before the start, all of them `chains[0]`'s first prompt.
-        seconds: from the start, after which a slot takes no further chain.
+        times: seconds from the start at which each chain is due.
+        max_concurrency: most chains under way at once, over all workers.
+        warmups: requests sent before the start, all of them the first chain's first.
+        workers: processes; never more than max_concurrency.
+        seconds: from the start, after which a worker under max_concurrency begins no further chain.
+        give_up: seconds after which all is left as it is, as after Ctrl-C.
     """
 
+    times: Sequence[float]
+    max_concurrency: int | None = None
+    warmups: int = 0
+    workers: int = 1
+    seconds: float = math.inf
+    give_up: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one of `count` workers does: which is told by its number."""
+
     target: Target
-    chains: tuple[tuple[int, float, Chain], ...]
-    own: bool
-    slots: int | None
-    warmups: int
-    seconds: float
+    chains: Sequence[Chain]
+    load: Load
+    worker: int
+    count: int
+
+    def part(self, whole: int) -> int:
+        """Of so many things: how many are this worker's."""
+        return whole // self.count + (self.worker < whole % self.count)
 
 
 class Board:
@@ -125,9 +141,9 @@ class _Worker:
 
     async def _load(self, client: _Client) -> None:
         """Warms up, waits for the others, and sends the chains."""
-        share, board = self._share, self._board
-        warmups = [Record() for _ in range(share.warmups)]
-        await asyncio.gather(*(client.send(share.chains[0][2].prompts[0], record) for record in warmups))
+        share, load, board = self._share, self._share.load, self._board
+        warmups = [Record() for _ in range(share.part(load.warmups))]
+        await asyncio.gather(*(client.send(share.chains[0].prompts[0], record) for record in warmups))
         self._report.warmup_errors = [record.error for record in warmups if record.error]
         with board.warm.get_lock():
             board.warm.value += 1
@@ -135,35 +151,33 @@ class _Worker:
         start: float = board.start.value
         await asyncio.sleep(start - time.perf_counter())
         self._meter = _Meter()
-        queue = self._queue(start + share.seconds)
+        if load.max_concurrency is None:
+            own = range(share.worker, len(share.chains), share.count)
+            await asyncio.gather(*(self._chain(client, number, start) for number in own))
+            return
+        queue = self._queue(start + load.seconds)
 
         async def slot() -> None:
-            for number, due, chain in queue:
-                await self._chain(client, number, start + due, chain)
+            for number in queue:
+                await self._chain(client, number, start)
 
-        if share.slots is not None:
-            await asyncio.gather(*(slot() for _ in range(share.slots)))
-        else:
-            await asyncio.gather(*(self._chain(client, n, start + due, chain) for n, due, chain in queue))
+        await asyncio.gather(*(slot() for _ in range(share.part(load.max_concurrency))))
 
-    def _queue(self, end: float) -> Iterator[tuple[int, float, Chain]]:
-        """The chains that fall to this worker, one whenever it asks; none after the end."""
-        chains, taken = self._share.chains, self._board.taken
-        if self._share.own:
-            yield from itertools.takewhile(lambda _: time.perf_counter() < end, chains)
-            return
+    def _queue(self, end: float) -> Iterator[int]:
+        """Chains that no worker has taken yet, so that none idles while another has a queue; none after the end."""
+        taken = self._board.taken
         while time.perf_counter() < end:
             with taken.get_lock():
                 number = taken.value
                 taken.value += 1
-            if number >= len(chains):
+            if number >= len(self._share.chains):
                 return
-            yield chains[number]
+            yield number
 
-    async def _chain(self, client: _Client, number: int, due: float, chain: Chain) -> None:
-        if (early := due - time.perf_counter()) > 0:
+    async def _chain(self, client: _Client, number: int, start: float) -> None:
+        if (early := start + self._share.load.times[number] - time.perf_counter()) > 0:
             await asyncio.sleep(early)
-        for turn, prompt in enumerate(chain.prompts):
+        for turn, prompt in enumerate(self._share.chains[number].prompts):
             record = Record(number, turn)
             await client.send(prompt, record)
             self._report.records.append(record)

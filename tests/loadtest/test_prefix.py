@@ -195,7 +195,7 @@ def test_a_cache_is_flushed_over_tls(mock_server, stream, certificates, tmp_path
         arguments = ["sweep", "--base-url", server.url, "--model", "m", "--num-prompts", 1, "--request-rates", "inf"]
         arguments += ["--dataset-name", "custom", "--dataset-path", path, "--result-dir", tmp_path, "--disable-tqdm"]
         arguments += ["--flush-cache", address, "--header", "authorization=Bearer k"]
-        assert "cannot be flushed: UNAVAILABLE" in bench(*arguments, status=1).stderr
+        assert f"the operator address {address}: UNAVAILABLE" in bench(*arguments, status=1).stderr
         arguments += ["--engine-ca", certificates / "ca.pem", "--engine-tls-name", "server.example"]
         assert "Flushed 7 pages" in bench(*arguments).stderr
         assert servicer.keys == ["Bearer k"]
@@ -228,4 +228,4 @@ def test_rows_of_a_sweep_are_comparable(mock_server, stream, admin, tmp_path, un
         prompts = [prompt for _, prompt in asked]
         assert sorted(prompts[:4]) == sorted(prompts[4:])
         ran = bench(*arguments, "--flush-cache", f"127.0.0.1:{unused_port}", status=1)
-        assert "cannot be flushed: UNAVAILABLE" in ran.stderr
+        assert f"the operator address 127.0.0.1:{unused_port}: UNAVAILABLE" in ran.stderr
