@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from engine.own_folder import OwnFolder
 from service.errors import ApiError
 from service.grammar_worker import READY, Job, Result, Setup
 from service.tokenizer import Tokenizer
+from service.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,8 @@ class GrammarCompiler:
         self._vocabulary: Vocabulary | None = None
         self._kept: OrderedDict[Constraint, Result] = OrderedDict()
         self._running: dict[Constraint, asyncio.Task[Result]] = {}
-        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._wanted: Counter[Constraint] = Counter()
+        self._turns = Turns(_AT_ONCE)
         self._starting = asyncio.Lock()
         self._folder: OwnFolder | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -86,10 +88,13 @@ class GrammarCompiler:
             self._vocabulary = Vocabulary(tuple(pieces), self._stops)
         return self._vocabulary
 
-    async def compile(self, constraint: Constraint, field: str = "") -> Compiled:
+    async def compile(self, constraint: Constraint, field: str = "", *, tenant: str = "") -> Compiled:
         """The grammar, from the cache or compiled now; equal ones at the same time are compiled once.
 
-        `field`: the request's field to blame, where it is not the constraint's kind.
+        Args:
+            constraint: its source.
+            field: the request's field to blame, where it is not the constraint's kind.
+            tenant: in whose turn it is compiled.
 
         Raises ApiError INVALID_ARGUMENT (INVALID_GRAMMAR): it cannot be compiled, or not within the limits.
         """
@@ -100,9 +105,12 @@ class GrammarCompiler:
         if result is None:
             task = self._running.get(constraint)
             if task is None:
-                task = self._running[constraint] = asyncio.create_task(self._compile(constraint))
-                task.add_done_callback(lambda _: self._running.pop(constraint))
-            result = await asyncio.shield(task)
+                task = self._running[constraint] = asyncio.create_task(self._in_turn(constraint, tenant))
+            self._wanted[constraint] += 1
+            try:
+                result = await asyncio.shield(task)
+            finally:
+                self._wanted[constraint] -= 1
         else:
             self._kept.move_to_end(constraint)
         if result.error:
@@ -120,23 +128,32 @@ class GrammarCompiler:
         if self._folder is not None:
             self._folder.cleanup()
 
+    async def _in_turn(self, constraint: Constraint, tenant: str) -> Result:
+        await self._turns.take(tenant)
+        try:
+            # Once it is begun it is brought to its end, as its process goes on by itself.
+            return await self._compile(constraint) if self._wanted[constraint] else Result(error="all have gone")
+        finally:
+            self._turns.leave()
+            del self._running[constraint]
+            self._wanted += Counter()  # only what is wanted
+
     async def _compile(self, constraint: Constraint) -> Result:
-        async with self._slots:
-            loop = asyncio.get_running_loop()
-            for deaths in (0, 1):
-                path = await self._started()
-                began = loop.time()
-                result = await self._ask(path, Job(*constraint))
-                if result is not None or not await self._has_died(path):
-                    break
-                if deaths:
-                    raise RuntimeError("the grammar compiler has died, and so has its successor")
-            if result is None:
-                late = loop.time() - began >= self._seconds
-                limit = f"takes longer than the {self._seconds:g} s" if late else "takes more memory or depth than"
-                result = Result(error=f"its compilation {limit} that it may")
-                # It may have been the machine that was busy.
-                loop.call_later(_FORGET_SECONDS, self._kept.pop, constraint, None)
+        loop = asyncio.get_running_loop()
+        for deaths in (0, 1):
+            path = await self._started()
+            began = loop.time()
+            result = await self._ask(path, Job(*constraint))
+            if result is not None or not await self._has_died(path):
+                break
+            if deaths:
+                raise RuntimeError("the grammar compiler has died, and so has its successor")
+        if result is None:
+            late = loop.time() - began >= self._seconds
+            limit = f"takes longer than the {self._seconds:g} s" if late else "takes more memory or depth than"
+            result = Result(error=f"its compilation {limit} that it may")
+            # It may have been the machine that was busy.
+            loop.call_later(_FORGET_SECONDS, self._kept.pop, constraint, None)
         logger.debug("a grammar (%s) took %.3f s: %d bytes", constraint.kind, loop.time() - began, len(result.grammar))
         self._kept[constraint] = result
         while len(self._kept) > _KEPT or sum(len(one.grammar) for one in self._kept.values()) > _KEPT_BYTES:

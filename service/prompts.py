@@ -1,9 +1,11 @@
 """Prompts to token ids: a chat is checked, rendered and tokenized; all in threads, never on the event loop."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
@@ -17,6 +19,7 @@ from service.parsers.registry import Formats
 from service.parsers.think import Think
 from service.tokenizer import Tokenizer
 from service.tools import check_tools, json_object, must_call, offered_tools
+from service.turns import Turns
 from service.validate import (
     MAX_ARGUMENTS_BYTES,
     MAX_CALLS,
@@ -54,25 +57,38 @@ class Prompts:
         self.template = template
         self.formats = formats
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._turns = Turns(threads)
 
-    async def run(self, work: Callable[[], _T]) -> _T:
-        """Runs `work` in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def run(self, work: Callable[[], _T], *, tenant: str = "") -> _T:
+        """Runs `work` in a thread, in the tenant's turn."""
+        await self._turns.take(tenant)
+        loop = asyncio.get_running_loop()
 
-    async def text(self, text: str, *, add_special_tokens: bool, window: int | None = None) -> list[int]:
+        def leave(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(self._turns.leave)
+
+        working = self._threads.submit(work)
+        working.add_done_callback(leave)  # the thread goes on, also when nobody waits for it any more
+        return await asyncio.wrap_future(working)
+
+    async def text(
+        self, text: str, *, add_special_tokens: bool, window: int | None = None, tenant: str = ""
+    ) -> list[int]:
         """Token ids of a plain text.
 
         Raises ApiError INVALID_ARGUMENT: also for a text that is too long for `window` tokens whatever they are, before
             the work of tokenizing it is done.
         """
-        return await self.run(lambda: self._encode(text, "text", window, add_special_tokens=add_special_tokens))
+        encode = partial(self._encode, text, "text", window, add_special_tokens=add_special_tokens)
+        return await self.run(encode, tenant=tenant)
 
-    async def chat(self, chat: pb.Chat, *, window: int | None = None) -> ChatPrompt:
+    async def chat(self, chat: pb.Chat, *, window: int | None = None, tenant: str = "") -> ChatPrompt:
         """Renders and tokenizes a chat.
 
         Raises ApiError INVALID_ARGUMENT (also TEMPLATE_ERROR), FAILED_PRECONDITION (TOOLS_UNSUPPORTED).
         """
-        return await self.run(lambda: self._chat(chat, window))
+        return await self.run(partial(self._chat, chat, window), tenant=tenant)
 
     def close(self) -> None:
         """Lets the threads go."""

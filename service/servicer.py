@@ -102,13 +102,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if asked.constraint is not None and must_call(request.chat.tool_choice):
             text = f"{asked.constraint.kind} and a call that must come exclude each other"
             raise invalid([Violation("chat.tool_choice", text)])
-        field, prompt, reading, rendered = await self._prompt(request)
+        field, prompt, reading, rendered = await self._prompt(request, caller.tenant)
         marks = record.marks
         if rendered:
             marks.append(("rendered", rendered))
         marks.append(("tokenized", time.monotonic()))
         params = fit(asked, prompt, field, core.info)
-        grammar = await self._grammar(asked.constraint, reading)
+        grammar = await self._grammar(asked.constraint, reading, caller.tenant)
         if grammar is not None:
             marks.append(("compiled", time.monotonic()))
         job = Request(
@@ -148,18 +148,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """A salt that no other tenant has, whatever he asks for: names of tenants hold no NUL."""
         return f"{tenant}\0{salt}" if tenant and (salt or not self._share_prefixes) else salt
 
-    async def _grammar(self, asked: Constraint | None, reading: Reading | None) -> Compiled | None:
+    async def _grammar(self, asked: Constraint | None, reading: Reading | None, tenant: str) -> Compiled | None:
         """What the output must follow; None where it is free."""
         constraint = output_grammar(asked, reading)
         if constraint is None:
             return None
         blamed = "chat.tools" if asked is None else asked.kind
         if asked is not None and reading is not None and reading.strict:
-            await self._grammars.compile(asked)  # alone first: what is wrong with the whole are the tools, then
+            # Alone first: what is wrong with the whole are the tools, then.
+            await self._grammars.compile(asked, tenant=tenant)
             blamed = "chat.tools"
-        return await self._grammars.compile(constraint, blamed)
+        return await self._grammars.compile(constraint, blamed, tenant=tenant)
 
-    async def _prompt(self, request: pb.GenerateRequest) -> tuple[str, list[int], Reading | None, float]:
+    async def _prompt(self, request: pb.GenerateRequest, tenant: str) -> tuple[str, list[int], Reading | None, float]:
         """The field that the prompt came from, its token ids, how to read what follows it, and when it was rendered."""
         field, window = request.WhichOneof("prompt"), self._core.info.max_model_len
         if field == "token_ids":
@@ -168,10 +169,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 raise window_exceeded(field, window, f"the prompt has {count}", prompt_tokens=count)
             return field, list(request.token_ids.ids), None, 0.0
         if field == "text":
-            ids = await self._model.prompts.text(request.text, add_special_tokens=True, window=window)
+            ids = await self._model.prompts.text(request.text, add_special_tokens=True, window=window, tenant=tenant)
             return field, ids, None, 0.0
         if field == "chat":
-            return field, *await self._model.prompts.chat(request.chat, window=window)
+            return field, *await self._model.prompts.chat(request.chat, window=window, tenant=tenant)
         raise invalid([Violation("prompt", "one of text, token_ids and chat is needed")])
 
     async def _submit(self, job: Request, grammar: Compiled | None, prompt_field: str) -> RequestStream:
@@ -244,21 +245,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Token ids and bytes of a text or a rendered chat."""
         self._model.resolve(request.model)
         prompts, window = self._model.prompts, self._core.info.max_model_len
+        tenant = self._authenticator.caller(context.invocation_metadata()).tenant
         match request.WhichOneof("prompt"):
             case "text":
                 special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-                ids = await prompts.text(request.text, add_special_tokens=special, window=window)
+                ids = await prompts.text(request.text, add_special_tokens=special, window=window, tenant=tenant)
             case "chat":
-                ids = (await prompts.chat(request.chat, window=window)).ids
+                ids = (await prompts.chat(request.chat, window=window, tenant=tenant)).ids
             case _:
                 raise invalid([Violation("prompt", "one of text and chat is needed")])
-        token_bytes = await prompts.run(lambda: [prompts.tokenizer.token_bytes(token_id) for token_id in ids])
+        token_bytes = await prompts.run(lambda: list(map(prompts.tokenizer.token_bytes, ids)), tenant=tenant)
         return pb.TokenizeResponse(token_ids=ids, token_bytes=token_bytes, max_model_len=self._core.info.max_model_len)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """The text of token ids."""
         self._model.resolve(request.model)
         prompts, info = self._model.prompts, self._core.info
+        tenant = self._authenticator.caller(context.invocation_metadata()).tenant
         count = len(request.token_ids)
         if count > info.max_model_len:
             raise window_exceeded("token_ids", info.max_model_len, f"{count} token ids are given")
@@ -269,7 +272,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             bad.check()
             return prompts.tokenizer.decode(ids, skip_special_tokens=request.skip_special_tokens)
 
-        return pb.DetokenizeResponse(text=await prompts.run(detokenized))
+        return pb.DetokenizeResponse(text=await prompts.run(detokenized, tenant=tenant))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """What is served, and its limits."""
