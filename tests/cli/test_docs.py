@@ -1,7 +1,9 @@
-"""The documents name what is there: files, functions, flags, reasons of errors, links."""
+"""The documents name what is there: files, functions, flags, reasons, links. What they tell operators has tests."""
 
 import ast
+import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -45,6 +47,56 @@ def test_the_life_of_a_request_names_real_files_and_functions() -> None:
     assert not named - files - defined()
 
 
+OPERATIONS = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+# Pieces of the operators' document, each with the tests that prove it: who changes a sentence meets them, who adds a
+# row, a point or a paragraph brings some.
+CLAIMS: dict[str, list[str]] = {}
+for line in Path(__file__).with_name("operations_claims.txt").read_text(encoding="utf-8").splitlines():
+    if line.startswith(" "):
+        CLAIMS[list(CLAIMS)[-1]].append(line.strip())
+    elif line and not line.startswith("# "):
+        assert line not in CLAIMS, line
+        CLAIMS[line] = []
+
+
+def pieces() -> Iterator[str]:
+    """Paragraphs, points of lists and rows of tables, without headings; of the table of metrics nothing."""
+    text = re.sub(r"(?ms)^```.*?^```$|^\| metric \|.*?\n\n", "", OPERATIONS)
+    text = re.sub(r"(?m)^\|.*\|\n\|[-|]+\|$", "", text)
+    for piece in re.split(r"\n(?=\n|#|- |\|)", text):
+        if piece.strip() and not piece.strip().startswith("#"):
+            yield " ".join(piece.split())
+
+
+@functools.cache
+def functions(file: str) -> set[str]:
+    """The tests in a file below tests/."""
+    path = ROOT / "tests" / file
+    body = ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else ()
+    return {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_every_piece_of_the_document_has_a_claim_with_tests() -> None:
+    assert [piece for piece in pieces() if not any(claim in piece for claim in CLAIMS)] == []
+
+
+def test_every_claim_is_still_there() -> None:
+    text = " ".join(OPERATIONS.split())
+    assert [claim for claim in CLAIMS if claim not in text] == []
+
+
+def test_every_named_test_is_there() -> None:
+    assert [claim for claim, tests in CLAIMS.items() if not tests] == []
+    named = {test for tests in CLAIMS.values() for test in tests}
+    assert [test for test in sorted(named) if test.split("::")[1] not in functions(test.split("::")[0])] == []
+
+
+def test_the_audit_is_a_target() -> None:
+    target = re.search(r"(?m)^audit:.*\n(\t.*\n)+", (ROOT / "Makefile").read_text()).group(0)
+    assert "pip-audit" in target
+    assert "make audit" not in (ROOT / ".ci/run").read_text()
+
+
 def default(option: click.Option) -> str:
     """As the table of flags has it. What has none of its own, or one that depends, says so itself."""
     if isinstance(option.show_default, str):
@@ -57,7 +109,7 @@ def default(option: click.Option) -> str:
 
 def test_the_flags_are_as_they_are_documented() -> None:
     """Each in one row: its default, and whether it is the engine's or the gateway's."""
-    text = (ROOT / "docs/operations.md").read_text(encoding="utf-8").partition("## Flags")[2].partition("\n## ")[0]
+    text = OPERATIONS.partition("## Flags")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| `--")]
     told = {}
     for flags, values, rooms, _ in rows:

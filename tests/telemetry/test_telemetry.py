@@ -1,9 +1,11 @@
 """Log lines and trace headers, whatever is put into them."""
 
+import http.server
 import json
 import logging
 import socket
 import sys
+import threading
 import time
 
 import pytest
@@ -66,3 +68,29 @@ def test_a_collector_that_does_not_answer_does_not_hold_up_the_end():
         began = time.monotonic()
         tracer.close()
         assert time.monotonic() - began < 8  # OpenTelemetry itself would wait for 10
+
+
+@pytest.mark.parametrize("sampler", ["always_on", "always_off"])
+def test_the_variables_of_opentelemetry_hold(monkeypatch, sampler):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    taken = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            taken.append((self.headers["x-tenant"], self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    variables = {"SERVICE_NAME": "my-engine", "EXPORTER_OTLP_HEADERS": "x-tenant=acme", "TRACES_SAMPLER": sampler}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"OTEL_{name}", value)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        tracer = Tracer(f"http://127.0.0.1:{collector.server_port}", "engine")
+        tracer.serve("POST", [], time.monotonic()).end()
+        tracer.close()
+        collector.shutdown()
+    assert [(tenant, b"my-engine" in body) for tenant, body in taken] == [("acme", True)] * (sampler == "always_on")

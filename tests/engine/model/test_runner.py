@@ -182,6 +182,12 @@ def test_pool_size(llama, tools):
     assert (runner.dtype, runner.device) == (torch.float32, torch.device("cpu"))
 
 
+@pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_is_bfloat16_where_it_is_native(native, dtype, llama, tools, monkeypatch):
+    monkeypatch.setattr("engine.device.cpu_computes_bfloat16", lambda: native)
+    assert tools.make_runner(llama[0], dtype="auto").dtype == dtype
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
