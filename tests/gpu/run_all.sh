@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All that needs a GPU, in one go: tests, kernels, steps, served loads, ladder. Results become docs/results' files.
 #   tests/gpu/run_all.sh MODEL_FOLDER SHAREGPT_FILE RESULT_FOLDER
-# MODEL_FOLDER needs no weights (python -m loadtest.dummy_model makes one). About half an hour on an H200.
+# MODEL_FOLDER needs no weights (python -m loadtest.dummy_model makes one). About 50 minutes on an H200.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 model=$1 sharegpt=$2 results=$3
@@ -12,7 +12,12 @@ run() {
     echo "== $*"
     "$@" || failed=1
 }
-run python -m pytest -q -m "not full" tests/gpu tests/kernels tests/engine/model
+# Most of a kernel's test is its compilation, and those of engines measure the whole device's memory.
+run python -m pytest -q -n 8 -m "not full" tests/kernels tests/engine/model
+run python -m pytest -q -m "not full" tests/gpu
+if command -v compute-sanitizer > /dev/null; then
+    run compute-sanitizer --tool memcheck --target-processes all python -m pytest -q -n 8 -m "not full" tests/kernels
+fi
 run python tests/gpu/bench_attention.py --output "$results/attention.json"
 run python tests/gpu/bench_sampling.py --output "$results/sampling.json"
 run python tests/gpu/bench_steps.py "$model" --output "$results/steps.json"

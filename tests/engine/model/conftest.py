@@ -227,3 +227,12 @@ def tools() -> Any:
         verify = staticmethod(verify)
 
     return Tools
+
+
+@pytest.fixture
+def budget() -> int:
+    """A `memory_budget` for a small engine; that of a device counts all that is in use there, by other tests too."""
+    if not torch.cuda.is_available():
+        return 4 << 20
+    free, total = torch.cuda.mem_get_info()
+    return total - free + (6 << 30)

@@ -1,5 +1,6 @@
 """The CUDA device's runner against transformers, its kernels interpreted where there is no such device."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = [[(7 * i + 3 * j) % 160 for j in range(length)] for i, length in enumerate((1, 16, 21))]
 
 
-def gpu_runner(folder: Path, **settings: Any) -> GpuRunner:
-    settings = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "memory_budget": 4 << 20, **settings}
-    if DEVICE == "cuda":
-        # Of the whole device, on which other tests may run at the same time.
-        free, total = torch.cuda.mem_get_info()
-        settings["memory_budget"] = total - free + (6 << 30)
-    config = EngineConfig(model=folder, dtype="float32", device=DEVICE, threads=1, **settings)
-    return GpuRunner(config, load_model(config, progress=False))
+@pytest.fixture
+def gpu_runner(budget: int) -> Callable[..., GpuRunner]:
+    def make(folder: Path, **settings: Any) -> GpuRunner:
+        settings = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "memory_budget": budget, **settings}
+        config = EngineConfig(model=folder, dtype="float32", device=DEVICE, threads=1, **settings)
+        return GpuRunner(config, load_model(config, progress=False))
+
+    return make
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def gpu_runner(folder: Path, **settings: Any) -> GpuRunner:
         ("qwen3", {"num_hidden_layers": 2, "head_dim": 32}),
     ],
 )
-def test_tokens_equal_transformers(family, config, model_at, tools, monkeypatch):
+def test_tokens_equal_transformers(family, config, model_at, tools, monkeypatch, gpu_runner):
     """Prefill in chunks mixed with decode, staggered; pages hold NaN wherever nothing was written."""
     monkeypatch.setattr(forward, "_SKINNY", 8)  # so that steps of both kinds occur
     folder, model = model_at(family, **config)
@@ -49,7 +50,7 @@ def test_tokens_equal_transformers(family, config, model_at, tools, monkeypatch)
     assert outputs == [tools.oracle(model, p, o) for p, o in zip(PROMPTS, outputs, strict=True)]
 
 
-def test_prefix_pages_filled_in_the_same_step(model_at, tools):
+def test_prefix_pages_filled_in_the_same_step(model_at, tools, gpu_runner):
     """Rows share pages of a prefix that a third fills in that very step."""
     folder, model = model_at("llama", num_hidden_layers=2)
     runner = gpu_runner(folder)
@@ -66,7 +67,7 @@ def test_prefix_pages_filled_in_the_same_step(model_at, tools):
     assert [[zero], [one], [two]] == [tools.oracle(model, prompt, [0]) for prompt in prompts]
 
 
-def test_fork_and_steps_launched_ahead(model_at, tools):
+def test_fork_and_steps_launched_ahead(model_at, tools, gpu_runner):
     """A sibling samples from another row's prompt and goes on in a copy of its last page, with nothing read back."""
     folder, model = model_at("llama", num_hidden_layers=1)
     runner = gpu_runner(folder)
@@ -96,7 +97,7 @@ class Rolled:
 
 
 @pytest.mark.parametrize("processors", [(), (f"{__name__}:Rolled",)], ids=["plain", "processor"])
-def test_sampling_equals_the_reference_and_failures_stay_alone(processors, model_at, tools, monkeypatch):
+def test_sampling_equals_the_reference_and_failures_stay_alone(processors, model_at, tools, monkeypatch, gpu_runner):
     """Rows with seeds, filters, penalties, bias, barred stop tokens and masks, adjusted in slices, draw what the
     plain-torch runner draws; a NaN fails its own row."""
     monkeypatch.setattr(runner_module, "_ADJUSTED", 4)
@@ -143,7 +144,7 @@ def test_sampling_equals_the_reference_and_failures_stay_alone(processors, model
         assert failed == tuple(index for index, row in enumerate(works) if row == 3)
 
 
-def test_guesses_are_sampled_as_plain_decoding_would(model_at, tools):
+def test_guesses_are_sampled_as_plain_decoding_would(model_at, tools, gpu_runner):
     """They are decodes like others: also in a step that is full of them, and where penalties look at them."""
     folder, _ = model_at("llama", num_hidden_layers=1)
     params = [SamplingParams(**each) for each in tools.SAMPLING[3:]]
@@ -152,7 +153,7 @@ def test_guesses_are_sampled_as_plain_decoding_would(model_at, tools):
     tools.verify(runner, params, 2, length=3)
 
 
-def test_more_single_tokens_than_rows_and_the_window_filled(model_at, tools):
+def test_more_single_tokens_than_rows_and_the_window_filled(model_at, tools, gpu_runner):
     """Static batching computes single tokens of one row again beside its others; the last position can be computed."""
     folder, model = model_at("llama", num_hidden_layers=1)
     runner = gpu_runner(folder, max_num_seqs=2, max_model_len=20)
@@ -166,7 +167,7 @@ def test_more_single_tokens_than_rows_and_the_window_filled(model_at, tools):
 
 
 @pytest.mark.parametrize(("seqs", "tokens", "page"), [(2, 16, 16), (4, 8, 16), (1, 1, 16), (2, 8, 1)])
-def test_warm_up_leaves_the_pool_at_zero(seqs, tokens, page, model_at):
+def test_warm_up_leaves_the_pool_at_zero(seqs, tokens, page, model_at, gpu_runner):
     """Nothing of it can be read later, however small a step may be."""
     folder, _ = model_at("llama", num_hidden_layers=1)
     runner = gpu_runner(folder, max_num_seqs=seqs, max_num_batched_tokens=tokens, page_size=page)

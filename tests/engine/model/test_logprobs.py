@@ -86,12 +86,12 @@ def test_only_what_was_asked_for(llama, prompts):
     assert [len(each.logprobs) for each in streamed] == [1] * 6
 
 
-def test_the_cuda_runner(model_at, prompts):
+def test_the_cuda_runner(model_at, prompts, budget):
     """Its kernels interpreted where there is no such device: chunks of prompts mixed with decodes, one step ahead."""
     folder, model = model_at("llama", num_hidden_layers=1)
     llm = LLM(folder, **EACH)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 20, "memory_budget": 4 << (30 if device == "cuda" else 20)}
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 20, "memory_budget": budget}
     config = EngineConfig(model=folder, dtype="float32", device=device, threads=1, **settings)
     runner = GpuRunner(config, load_model(config, progress=False))
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 20, "num_pages": runner.num_pages}
