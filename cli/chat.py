@@ -10,6 +10,7 @@ import click
 from cli.requests import chat_request
 from cli.run import Failed
 from cli.settings import Params, engine_credentials
+from cli.terminal import say
 from fulcrum.client import FulcrumClient, FulcrumError, message
 from fulcrum.v1 import inference_pb2 as pb
 
@@ -73,13 +74,13 @@ async def _answer(client: FulcrumClient, request: pb.GenerateRequest, answer: li
         async for event in events:
             if isinstance(event, pb.Delta):
                 if event.reasoning:
-                    click.secho(event.reasoning, dim=True, nl=False, err=True)
+                    say(event.reasoning, dim=True, err=True)
                     thinking = True
                 if thinking and event.text:
                     click.echo(err=True)
                     thinking = False
                 answer.append(event.text)
-                click.echo(event.text, nl=False)
+                say(event.text)
 
 
 def _lines(*, interactive: bool) -> Iterator[str]:

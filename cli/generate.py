@@ -10,6 +10,7 @@ import click
 from cli.requests import chat_request, text_request
 from cli.run import Failed, engine_in_process
 from cli.settings import Params
+from cli.terminal import say
 from engine.llm import LLM
 from engine.messages import SequenceOutput
 from fulcrum.client import message
@@ -47,7 +48,7 @@ def _stream(text: str, params: Params, served: ServedModel, llm: LLM) -> None:
     choice = Choice(0, asked, served.text_stream(asked, after_prompt=params["raw"]))
     for piece in llm.stream(prompt, sampling):
         for response in choice.take(SequenceOutput("", piece.index, piece.token_ids, piece.finish)):
-            click.echo(GenerateResponse.FromString(response).delta.text, nl=False)
+            say(GenerateResponse.FromString(response).delta.text)
         if choice.finish is not None:  # a stop string may end it before the engine does
             break
     click.echo()
