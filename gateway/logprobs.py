@@ -9,6 +9,9 @@ from fulcrum.v1 import inference_pb2 as pb
 
 Logprobs = Sequence[pb.TokenLogprob]
 
+# Of a text completion's choice.
+LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
 # JSON has no infinities: what is less likely (or no number) counts as this, as with OpenAI and vLLM.
 LEAST = -9999.0
 
@@ -35,18 +38,15 @@ def token_logprobs(tokens: Iterable[pb.TokenLogprob]) -> list[dict[str, Any]]:
     return [entry(token) | {"top_logprobs": [entry(one) for one in token.top]} for token in tokens]
 
 
-def prompt_logprobs(tokens: Logprobs, top: int) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each token of the prompt the logprobs by token id; none of the first one."""
+def prompt_logprobs(tokens: Logprobs, top: int) -> list[dict[str, Any]]:
+    """vLLM's `prompt_logprobs`: for each token of the prompt, but its first, the logprobs by token id."""
 
     def entry(one: pb.TokenLogprob | pb.TopLogprob) -> dict[str, Any]:
         return {"logprob": finite(one.logprob), "decoded_token": token_text(one.bytes)}
 
     return [
-        None,
-        *(
-            {str(token.token_id): entry(token)} | {str(one.token_id): entry(one) for one in token.top[:top]}
-            for token in tokens
-        ),
+        {str(token.token_id): entry(token)} | {str(one.token_id): entry(one) for one in token.top[:top]}
+        for token in tokens
     ]
 
 

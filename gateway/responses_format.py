@@ -1,13 +1,13 @@
 """Writes answers of the Responses API: whole, and as its typed events. Knows no gRPC call and no HTTP server."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from gateway.errors import ApiError
 from gateway.logprobs import ContentTokens, Logprobs, token_logprobs
 from gateway.responses_schema import ResponsesRequest
-from gateway.sse import CallPiece, Ending, Format, Head, Said, TokenCounts, compact, quote
+from gateway.sse import HOLE, CallPiece, Ending, Format, Head, TokenCounts, around, commas, compact, quote
 
 
 class Kind(NamedTuple):
@@ -65,18 +65,18 @@ class ResponsesFormat(Format):
         self._events = 0
         self._cut = False
         self._tokens = ContentTokens()
-        # The open item: its kind, the call's number (0 for others), its pieces and their logprobs, where events say
-        # that it is, and what stands before a piece in its event.
+        self._told: list[list[str]] = []  # JSON of the logprobs of each message, in pieces
+        # The open item: its kind, the call's number (0 for others), its pieces, where events say that it is, and what
+        # stands before a piece in its event.
         self._open: tuple[Kind, int] | None = None
         self._pieces: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
         self._place: dict[str, Any] = {}
         self._before = ""
 
-    def opening(self) -> bytes:
+    def opening(self) -> Iterator[bytes]:
         """The response, still empty."""
-        states = ("response.created", "response.in_progress")
-        return "".join(self._event(state, response=self._response) for state in states).encode()
+        for state in ("response.created", "response.in_progress"):
+            yield self._event(state, response=self._response).encode()
 
     def piece(self, index: int, text: str) -> bytes:
         """A piece of the message's text."""
@@ -104,15 +104,17 @@ class ResponsesFormat(Format):
     def closing(self, counts: TokenCounts) -> bytes:
         """The whole response."""
         self._complete(counts)
-        return self._event(f"response.{self._response['status']}", response=self._response).encode()
+        return self._event(f"response.{self._response['status']}", *self._told, response=self._response).encode()
 
-    def whole(self, choices: list[Said], endings: list[Ending], counts: TokenCounts) -> dict[str, Any]:
-        """The answer that is not streamed."""
-        for piece in choices[0].pieces:
-            self.parts(0, *piece)
+    def keep(self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece], logprobs: Logprobs) -> int:
+        """The response goes on, as in a stream."""
+        return len(self.parts(index, text, reasoning, calls, logprobs))
+
+    def whole(self, endings: list[Ending], counts: TokenCounts) -> Iterator[str]:
+        """The answer, in pieces."""
         self.ending(0, endings[0])
         self._complete(counts)
-        return self._response
+        return around(self._response, *map(commas, self._told))
 
     def failed(self, error: ApiError) -> bytes:
         """What went wrong, then the response as far as it came. (Its own error has another, closed list of codes.)"""
@@ -120,7 +122,7 @@ class ResponsesFormat(Format):
         events += self._event("error", code=error.code, message=error.message, param=error.param)
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         self._response |= {"status": "failed", "error": {"code": code, "message": error.message}}
-        return (events + self._event("response.failed", response=self._response)).encode()
+        return (events + self._event("response.failed", *self._told, response=self._response)).encode()
 
     def _complete(self, counts: TokenCounts) -> None:
         self._response |= {
@@ -147,8 +149,8 @@ class ResponsesFormat(Format):
         self._pieces.append(text)
         told = ',"logprobs":[]' if kind is MESSAGE else ""
         if logprobs:
-            self._logprobs += (entries := token_logprobs(logprobs))
-            told = f',"logprobs":{compact(entries)}'
+            self._told[-1].append(compact(token_logprobs(logprobs))[1:-1])
+            told = f',"logprobs":[{self._told[-1][-1]}]'
         return f'{events}{self._before}{quote(text)}{told},"sequence_number":{self._number()}}}\n\n'
 
     def _begin(self, kind: Kind, call: CallPiece | None) -> str:
@@ -165,13 +167,15 @@ class ResponsesFormat(Format):
         else:
             item |= {"summary": [], "content": [], "encrypted_content": None}
         self._output.append(item)
-        self._pieces, self._logprobs = [], []
+        self._pieces = []
+        if kind is MESSAGE:
+            self._told.append([])
         self._place = {"item_id": item["id"], "output_index": index} | ({"content_index": 0} if kind.part else {})
         head = compact({"type": f"{kind.events}.delta"} | self._place).removesuffix("}")
         self._before = f'event: {kind.events}.delta\ndata: {head},"delta":'
         events = self._event("response.output_item.added", output_index=index, item=item)
         if kind.part:
-            events += self._event("response.content_part.added", **self._place, part=part(kind, "", []))
+            events += self._event("response.content_part.added", **self._place, part=part(kind, "", told=False))
         return events
 
     def _close(self, status: str) -> str:
@@ -182,24 +186,29 @@ class ResponsesFormat(Format):
         self._open = None
         text, item, done = "".join(self._pieces), self._output[-1], f"{kind.events}.done"
         item["status"] = status
+        told: list[list[str]] = []
         if kind is CALL:
             item["arguments"] = text
             events = self._event(done, **self._place, name=item["name"], arguments=text)
         else:
-            item["content"] = [part(kind, text, self._logprobs)]
-            logprobs: dict[str, Any] = {"logprobs": self._logprobs} if kind is MESSAGE else {}
-            events = self._event(done, **self._place, text=text, **logprobs)
-            events += self._event("response.content_part.done", **self._place, part=item["content"][0])
-        return events + self._event("response.output_item.done", output_index=self._place["output_index"], item=item)
+            item["content"] = [part(kind, text)]
+            logprobs: dict[str, Any] = {"logprobs": [HOLE]} if kind is MESSAGE else {}
+            told = self._told[-1:] if kind is MESSAGE else []
+            events = self._event(done, *told, **self._place, text=text, **logprobs)
+            events += self._event("response.content_part.done", *told, **self._place, part=item["content"][0])
+        place = self._place["output_index"]
+        return events + self._event("response.output_item.done", *told, output_index=place, item=item)
 
-    def _event(self, type: str, **fields: Any) -> str:
-        return f"event: {type}\ndata: {compact({'type': type} | fields | {'sequence_number': self._number()})}\n\n"
+    def _event(self, type: str, *told: list[str], **fields: Any) -> str:
+        data = around({"type": type} | fields | {"sequence_number": self._number()}, *map(commas, told))
+        return f"event: {type}\ndata: {''.join(data)}\n\n"
 
     def _number(self) -> int:
         self._events += 1
         return self._events - 1
 
 
-def part(kind: Kind, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The one part of a message (with its tokens' logprobs) or of reasoning."""
-    return {"type": kind.part, "text": text} | ({"annotations": [], "logprobs": logprobs} if kind is MESSAGE else {})
+def part(kind: Kind, text: str, *, told: bool = True) -> dict[str, Any]:
+    """The one part of a message (with a HOLE for its tokens' logprobs, if `told`) or of reasoning."""
+    more = {"annotations": [], "logprobs": [HOLE] if told else []}
+    return {"type": kind.part, "text": text} | (more if kind is MESSAGE else {})

@@ -1,5 +1,6 @@
 """The HTTP endpoints: parse, call the engine, write the answer."""
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine
@@ -37,12 +38,14 @@ from gateway.schemas import (
     parse,
     parse_tokenize,
 )
-from gateway.sse import ChatFormat, CompletionFormat, Echo, Ending, Format, Head, Said, SaidPiece
-from gateway.transport import EventStream, Write, read_json, unless_gone
+from gateway.sse import ChatFormat, CompletionFormat, Echo, Ending, Format, Head
+from gateway.transport import EventStream, WholeAnswer, Write, read_json, unless_gone
 
 VERSION = version("fulcrum-llm")
 FINGERPRINT = f"fulcrum-{VERSION}"
 CHAT_NAMES = {"prompt": "messages"}
+PIECE_BYTES = 64 << 10
+MAX_ANSWER = 64 << 20  # characters of one that is not streamed: it is held here
 
 B = TypeVar("B")
 T = TypeVar("T")
@@ -176,32 +179,41 @@ class Routes:
         if body.stream:
             source = partial(self._write, request, answer, shape, names)
             return EventStream(source, self._config.heartbeat_seconds, answer.close, shape.failed)
-        return JSONResponse(await self._engine(request, self._whole(request, answer, shape), names))
+        return WholeAnswer(await self._engine(request, self._whole(request, answer, shape), names))
 
-    async def _whole(self, request: Request, answer: Answer, shape: Format) -> dict[str, Any]:
-        choices = [Said() for _ in range(answer.choices)]
+    async def _whole(self, request: Request, answer: Answer, shape: Format) -> list[bytearray]:
         endings: dict[int, Ending] = {}
+        size = 0
         try:
             while (piece := await answer.next()) is not None:
                 if piece.ending is not None:
                     endings[piece.index] = piece.ending
                 elif piece.prompt:
-                    for choice in choices[piece.index : piece.index + answer.n]:
-                        choice.prompt += piece.prompt
+                    size += shape.keep_prompt(range(piece.index, piece.index + answer.n), piece.prompt)
                 else:
-                    said = SaidPiece(piece.text, piece.reasoning, piece.calls, piece.logprobs)
-                    choices[piece.index].pieces.append(said)
+                    size += shape.keep(piece.index, piece.text, piece.reasoning, piece.calls, piece.logprobs)
+                if size > MAX_ANSWER:
+                    message = (
+                        f"The answer is larger than {MAX_ANSWER >> 20} MiB: ask for less at a time, or for a stream."
+                    )
+                    raise ApiError(400, message, code="answer_too_large")
         finally:
             self._done(request, answer)
-        in_order = [endings[index] for index in range(answer.choices)]
-        return shape.whole(choices, in_order, answer.counts)
+        pieces = [bytearray()]
+        for text in shape.whole([endings[index] for index in range(answer.choices)], answer.counts):
+            if len(pieces[-1]) > PIECE_BYTES:
+                pieces.append(bytearray())
+                await asyncio.sleep(0)
+            pieces[-1] += text.encode()
+        return pieces
 
     async def _write(
         self, request: Request, answer: Answer, shape: Format, names: dict[str, str], write: Write
     ) -> bytes:
         """Writes the event stream; returns its end: [DONE], or an error event and no [DONE]."""
         try:
-            await write(shape.opening())
+            for chunk in shape.opening():
+                await write(chunk)
             while (piece := await answer.next()) is not None:
                 if piece.ending is not None:
                     await write(shape.ending(piece.index, piece.ending))
@@ -211,6 +223,7 @@ class Routes:
                     for index in range(piece.index, piece.index + answer.n):
                         if chunk := shape.prompt(index, piece.prompt):
                             await write(chunk)
+                            await asyncio.sleep(0)  # a socket with room makes nobody wait
                 else:
                     await write(shape.piece(piece.index, piece.text))
             return shape.closing(answer.counts)

@@ -1,18 +1,20 @@
 """Writes answers as OpenAI's JSON: whole, and as server-sent events. Knows no gRPC call and no HTTP server.
 
-The JSON around a streamed piece is made once per choice; a token costs one string escape and one concatenation.
+The JSON around a streamed piece is made once per choice; a token costs one string escape and one concatenation. What is
+long in a whole answer is written as it comes: no call takes longer than the logprobs of one of the engine's messages.
 """
 
 import json
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from json.encoder import encode_basestring
 from typing import Any, NamedTuple
 
-from fulcrum.v1 import inference_pb2 as pb
 from gateway.errors import ApiError
-from gateway.logprobs import Logprobs, TextLogprobs, prompt_logprobs, token_logprobs
+from gateway.logprobs import LISTS, Logprobs, TextLogprobs, prompt_logprobs, token_logprobs
 
 DONE = b"data: [DONE]\n\n"
 # Blank lines, no comment: the client of `vllm bench serve` 0.26 loses all that follows a comment in a chunk of its own.
@@ -33,6 +35,45 @@ def compact(value: object) -> str:
 def event(value: object) -> bytes:
     """One server-sent event."""
     return f"data: {compact(value)}\n\n".encode()
+
+
+# In the place of JSON that is written already. Nobody can have said it.
+HOLE = secrets.token_hex(16)
+
+
+def around(value: object, *holes: Iterable[str]) -> Iterator[str]:
+    """JSON of a value, in pieces, with these in the place of its HOLEs."""
+    first, *behind = compact(value).split(f'"{HOLE}"')
+    yield first
+    for hole, text in zip(holes, behind, strict=True):
+        yield from hole
+        yield text
+
+
+def commas(pieces: Iterable[str]) -> Iterator[str]:
+    """The pieces of a list."""
+    for number, piece in enumerate(pieces):
+        yield f",{piece}" if number else piece
+
+
+class Written:
+    """Lists of JSON as they grow, by name: the entries are written when they come."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, list[str]] = {}
+
+    def add(self, lists: dict[str, list[Any]]) -> int:
+        """The next entries of each list. Returns: how many characters they take."""
+        size = 0
+        for name, entries in lists.items():
+            text = compact(entries)[1:-1]
+            size += len(text)
+            if text:
+                self._pieces.setdefault(name, []).append(text)
+        return size
+
+    def __getitem__(self, name: str) -> list[str]:
+        return self._pieces.get(name, [])
 
 
 def quote(text: str) -> str:
@@ -110,45 +151,36 @@ class Echo(NamedTuple):
     first: bytes
 
 
-class SaidPiece(NamedTuple):
-    """A choice goes on by this."""
-
-    text: str
-    reasoning: str
-    calls: tuple[CallPiece, ...]
-    logprobs: Logprobs
-
-
 class Said:
-    """What a choice has said, in `pieces`; `prompt`: the logprobs of its prompt's tokens."""
+    """What a choice has said; `logprobs` are of its tokens, `prompt` of its prompt's, which its siblings share."""
 
     def __init__(self) -> None:
-        self.pieces: list[SaidPiece] = []
-        self.prompt: list[pb.TokenLogprob] = []
+        self._texts: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, list[CallPiece]] = {}
+        self.logprobs, self.prompt = Written(), Written()
+
+    def add(self, text: str, reasoning: str, calls: Iterable[CallPiece]) -> None:
+        """It goes on."""
+        self._texts.append(text)
+        self._reasoning.append(reasoning)
+        for piece in calls:
+            self._calls.setdefault(piece.call, []).append(piece)
 
     @property
     def text(self) -> str:
         """Its content."""
-        return "".join(piece.text for piece in self.pieces)
-
-    @property
-    def logprobs(self) -> list[pb.TokenLogprob]:
-        """Of its tokens."""
-        return [token for piece in self.pieces for token in piece.logprobs]
+        return "".join(self._texts)
 
     def message(self) -> dict[str, Any]:
         """OpenAI's message."""
-        pieces: dict[int, list[CallPiece]] = {}
-        for call in (call for piece in self.pieces for call in piece.calls):
-            pieces.setdefault(call.call, []).append(call)
         calls = [
             parts[0]._replace(arguments="".join(part.arguments for part in parts)).whole()
-            for _, parts in sorted(pieces.items())
+            for _, parts in sorted(self._calls.items())
         ]
-        content = None if calls and not self.text else self.text
-        message = {"role": "assistant", "content": content, "refusal": None}
-        reasoning = "".join(piece.reasoning for piece in self.pieces)
-        return message | reasoned(reasoning) | ({"tool_calls": calls} if calls else {})
+        text = self.text
+        message = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
+        return message | reasoned("".join(self._reasoning)) | ({"tool_calls": calls} if calls else {})
 
 
 def reasoned(text: str) -> dict[str, str]:
@@ -160,7 +192,7 @@ class Format(ABC):
     """One answer's JSON, whole or as a stream of events."""
 
     @abstractmethod
-    def opening(self) -> bytes:
+    def opening(self) -> Iterator[bytes]:
         """What is sent as soon as the request is accepted."""
 
     @abstractmethod
@@ -185,9 +217,19 @@ class Format(ABC):
     def closing(self, counts: TokenCounts) -> bytes:
         """The end of a stream."""
 
+    # The answer that is not streamed.
+
     @abstractmethod
-    def whole(self, choices: list[Said], endings: list[Ending], counts: TokenCounts) -> dict[str, Any]:
-        """The answer that is not streamed."""
+    def keep(self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece], logprobs: Logprobs) -> int:
+        """A choice goes on. Returns: about how many characters more the answer has."""
+
+    def keep_prompt(self, indexes: range, logprobs: Logprobs) -> int:
+        """The next logprobs of the prompt of these choices. Returns: as `keep`."""
+        return 0
+
+    @abstractmethod
+    def whole(self, endings: list[Ending], counts: TokenCounts) -> Iterator[str]:
+        """The answer, in pieces."""
 
     def failed(self, error: ApiError) -> bytes:
         """The end of a stream that breaks."""
@@ -206,19 +248,28 @@ class ChoicesFormat(Format):
         self._head = asdict(head) | {"id": self.id_prefix + head.id}
         self._tail = {"usage": None} if nulls else {}
         self._choices = choices
-        self._around = [self._halves(index) for index in range(choices)]
+        self._halves: dict[int, tuple[str, str]] = {}
+        self._said: defaultdict[int, Said] = defaultdict(Said)
 
     @abstractmethod
     def _streamed_choice(self, index: int, text: str | None) -> dict[str, Any]:
         """A choice in a chunk; text is None in its last one."""
 
     @abstractmethod
-    def _whole_choice(self, index: int, said: Said) -> dict[str, Any]:
+    def _whole_choice(self, index: int, said: Said, ending: dict[str, Any]) -> Iterator[str]:
         """A choice of the answer that is not streamed."""
+
+    @abstractmethod
+    def _told(self, index: int, logprobs: Logprobs) -> dict[str, list[Any]]:
+        """The lists of a choice's logprobs, as far as these go."""
 
     def piece(self, index: int, text: str) -> bytes:
         """A piece of a choice's text."""
-        before, after = self._around[index]
+        if index not in self._halves:
+            # The first place where it stands is the text: nothing that a caller chose comes before the choices.
+            before, _, after = self._chunk([self._streamed_choice(index, HOLE) | OPEN]).decode().partition(f'"{HOLE}"')
+            self._halves[index] = before, after
+        before, after = self._halves[index]
         return f"{before}{quote(text)}{after}".encode()
 
     def ending(self, index: int, ending: Ending) -> bytes:
@@ -231,20 +282,28 @@ class ChoicesFormat(Format):
             return DONE
         return event({"object": self.streamed_object, "choices": []} | self._head | {"usage": counts.usage()}) + DONE
 
-    def whole(self, choices: list[Said], endings: list[Ending], counts: TokenCounts) -> dict[str, Any]:
-        """The answer that is not streamed."""
-        pairs = enumerate(zip(choices, endings, strict=True))
-        closed = [self._whole_choice(index, said) | close(ending) for index, (said, ending) in pairs]
-        return {"object": self.whole_object, "choices": closed} | self._head | {"usage": counts.usage()}
+    def keep(self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece], logprobs: Logprobs) -> int:
+        """A choice goes on."""
+        said = self._said[index]
+        said.add(text, reasoning, calls)
+        told = said.logprobs.add(self._told(index, logprobs)) if logprobs else 0
+        return len(text) + len(reasoning) + sum(len(call.arguments) for call in calls) + told
+
+    def whole(self, endings: list[Ending], counts: TokenCounts) -> Iterator[str]:
+        """The answer, in pieces."""
+        return around(self._answer(counts), self._whole_choices(endings))
+
+    def _answer(self, counts: TokenCounts) -> dict[str, Any]:
+        return {"object": self.whole_object, "choices": [HOLE]} | self._head | {"usage": counts.usage()}
+
+    def _whole_choices(self, endings: list[Ending]) -> Iterator[str]:
+        for index, ending in enumerate(endings):
+            if index:
+                yield ","
+            yield from self._whole_choice(index, self._said[index], close(ending))
 
     def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
         return event({"object": self.streamed_object, "choices": choices} | self._head | self._tail)
-
-    def _halves(self, index: int) -> tuple[str, str]:
-        # The first place where it stands is the text: nothing that a caller chose comes before the choices.
-        choice = self._streamed_choice(index, "\0") | OPEN
-        before, _, after = self._chunk([choice]).decode().partition('"\\u0000"')
-        return before, after
 
 
 class ChatFormat(ChoicesFormat):
@@ -260,11 +319,12 @@ class ChatFormat(ChoicesFormat):
         """As ChoicesFormat, and which logprobs are told, of how many of the likeliest tokens in the prompt."""
         super().__init__(head, choices, nulls)
         self._logprobs, self._prompt_top = logprobs, prompt_logprobs
+        self._prompt = Written()
 
-    def opening(self) -> bytes:
+    def opening(self) -> Iterator[bytes]:
         """The first chunk of each choice: its role."""
         delta = {"role": "assistant", "content": ""}
-        return b"".join(self._chunk([{"index": index, "delta": delta} | OPEN]) for index in range(self._choices))
+        yield b"".join(self._chunk([{"index": index, "delta": delta} | OPEN]) for index in range(self._choices))
 
     def _streamed_choice(self, index: int, text: str | None) -> dict[str, Any]:
         return {"index": index, "delta": {} if text is None else {"content": text}}
@@ -276,19 +336,28 @@ class ChatFormat(ChoicesFormat):
         delta: dict[str, Any] = reasoned(reasoning) | ({"content": text} if text else {})
         if tool_calls := [piece.delta() for piece in calls]:
             delta["tool_calls"] = tool_calls
-        told = {"logprobs": {"content": token_logprobs(logprobs), "refusal": None}} if logprobs else {}
+        told = {"logprobs": self._told(index, logprobs) | {"refusal": None}} if logprobs else {}
         return self._chunk([{"index": index, "delta": delta} | OPEN | told])
 
-    def whole(self, choices: list[Said], endings: list[Ending], counts: TokenCounts) -> dict[str, Any]:
-        """The answer that is not streamed."""
-        answer = super().whole(choices, endings, counts)
-        if self._prompt_top is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(choices[0].prompt, self._prompt_top)
-        return answer
+    def keep_prompt(self, indexes: range, logprobs: Logprobs) -> int:
+        """The next logprobs of the prompt."""
+        return self._prompt.add({"prompt": prompt_logprobs(logprobs, self._prompt_top or 0)})
 
-    def _whole_choice(self, index: int, said: Said) -> dict[str, Any]:
-        told = {"content": token_logprobs(said.logprobs), "refusal": None} if self._logprobs else None
-        return {"index": index, "message": said.message(), "logprobs": told}
+    def whole(self, endings: list[Ending], counts: TokenCounts) -> Iterator[str]:
+        """The answer, in pieces."""
+        if self._prompt_top is None:
+            return super().whole(endings, counts)
+        answer = self._answer(counts) | {"prompt_logprobs": [HOLE]}
+        return around(answer, self._whole_choices(endings), commas(["null", *self._prompt["prompt"]]))
+
+    def _told(self, index: int, logprobs: Logprobs) -> dict[str, list[Any]]:
+        return {"content": token_logprobs(logprobs)}
+
+    def _whole_choice(self, index: int, said: Said, ending: dict[str, Any]) -> Iterator[str]:
+        choice = {"index": index, "message": said.message()} | ending
+        if not self._logprobs:
+            return around(choice | {"logprobs": None})
+        return around(choice | {"logprobs": {"content": [HOLE], "refusal": None}}, commas(said.logprobs["content"]))
 
 
 class CompletionFormat(ChoicesFormat):
@@ -317,13 +386,13 @@ class CompletionFormat(ChoicesFormat):
             texts = [one.text for one in echo] if echo is not None else [""] * choices
             self._logprobs = [TextLogprobs(logprobs, text) for text in texts]
 
-    def opening(self) -> bytes:
+    def opening(self) -> Iterator[bytes]:
         """The echoes, if any."""
-        echoes = self._echo or []
-        if not self._logprobs:
-            return b"".join(self.piece(index, echo.text) for index, echo in enumerate(echoes))
-        pairs = enumerate(zip(echoes, self._logprobs, strict=False))
-        return b"".join(self._with(index, echo.text, told.first(echo.first)) for index, (echo, told) in pairs)
+        for index, echo in enumerate(self._echo or ()):
+            if self._logprobs:
+                yield self._with(index, echo.text, self._logprobs[index].first(echo.first))
+            else:
+                yield self.piece(index, echo.text)
 
     def prompt(self, index: int, logprobs: Logprobs) -> bytes:
         """Of an echo, whose text has been sent."""
@@ -338,23 +407,44 @@ class CompletionFormat(ChoicesFormat):
         self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece], logprobs: Logprobs = ()
     ) -> bytes:
         """Text and logprobs: a continuation has nothing else."""
-        return self._with(index, text, self._logprobs[index].answer(logprobs))
+        return self._with(index, text, self._told(index, logprobs))
 
     def _with(self, index: int, text: str, logprobs: dict[str, Any]) -> bytes:
         return self._chunk([self._streamed_choice(index, text) | OPEN | {"logprobs": logprobs}])
 
-    def _whole_choice(self, index: int, said: Said) -> dict[str, Any]:
-        echo = self._echo[index] if self._echo is not None else None
-        choice = self._streamed_choice(index, said.text if echo is None else echo.text + said.text)
-        choice["logprobs"] = None
-        if self._logprobs:
-            told = self._logprobs[index]
-            parts = [told.first(echo.first), told.prompt(said.prompt)] if echo is not None else []
-            parts.append(told.answer(said.logprobs))
-            choice["logprobs"] = {name: [value for part in parts for value in part[name]] for name in parts[0]}
+    def _told(self, index: int, logprobs: Logprobs) -> dict[str, list[Any]]:
+        return self._logprobs[index].answer(logprobs)
+
+    def keep_prompt(self, indexes: range, logprobs: Logprobs) -> int:
+        """The next logprobs of the prompt: written once for all of these choices."""
+        prompt = self._echoed(indexes[0])
+        for index in indexes:
+            self._said[index].prompt = prompt
+        size = 0
+        if self._echo is not None and self._logprobs:
+            size += prompt.add(self._logprobs[indexes[0]].prompt(logprobs))
         if self._prompt_top is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(said.prompt, self._prompt_top)
-        return choice
+            size += prompt.add({"prompt": prompt_logprobs(logprobs, self._prompt_top)})
+        return size * len(indexes)
+
+    def _echoed(self, index: int) -> Written:
+        """What is told of the prompt of a choice, its first token at least."""
+        prompt = self._said[index].prompt
+        if self._echo is not None and self._logprobs and not prompt["tokens"]:
+            prompt.add(self._logprobs[index].first(self._echo[index].first))
+        return prompt
+
+    def _whole_choice(self, index: int, said: Said, ending: dict[str, Any]) -> Iterator[str]:
+        prompt = self._echoed(index)
+        text = said.text if self._echo is None else self._echo[index].text + said.text
+        choice, holes = self._streamed_choice(index, text) | {"logprobs": None} | ending, []
+        if self._logprobs:
+            choice["logprobs"] = {name: [HOLE] for name in LISTS}
+            holes = [commas(prompt[name] + said.logprobs[name]) for name in LISTS]
+        if self._prompt_top is not None:
+            choice["prompt_logprobs"] = [HOLE]
+            holes.append(commas(["null", *prompt["prompt"]]))
+        return around(choice, *holes)
 
 
 def close(ending: Ending) -> dict[str, Any]:

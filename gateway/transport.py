@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -91,6 +91,24 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         watch.cancel()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)  # its error too is known then, whoever was first
+
+
+class WholeAnswer(Response):
+    """JSON in pieces, which are not joined: with many logprobs they are megabytes."""
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: Sequence[bytes | bytearray]) -> None:
+        """Takes the pieces."""
+        super().__init__(headers={"content-length": str(sum(map(len, pieces)))}, media_type=self.media_type)
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends them."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class EventStream(Response):

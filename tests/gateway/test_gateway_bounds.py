@@ -1,5 +1,6 @@
 """How much a request may hold: of each field, and in all. (What a prompt may hold, the engine says.)"""
 
+import asyncio
 import json
 import random
 import socket
@@ -7,6 +8,8 @@ import socket
 import httpx
 import pytest
 
+from fulcrum.v1 import inference_pb2 as pb
+from gateway.sse import CompletionFormat, Echo, Ending, Head, TokenCounts
 from gateway.structure import Structure
 
 TEXT = {"type": "text", "text": "x"}
@@ -134,3 +137,64 @@ def test_texts_are_no_structure(http, gateway, engine):
     answer = http.post(f"{gateway}{COMPLETIONS}", json={"prompt": text})
     assert answer.status_code == 200
     assert engine.calls[-1].request.text == text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, {"messages": [USER]}), (COMPLETIONS, {"prompt": "p"}), (RESPONSES, {"input": "p"})]
+)
+def test_an_answer_of_more_than_64_mib_is_cancelled_unless_it_is_streamed(http, gateway, engine, kit, path, body):
+    async def script(request, context):
+        yield kit.accepted()
+        for _ in range(9):
+            yield kit.delta("x" * (8 << 20))
+        if len(engine.calls) == 1:
+            await asyncio.Event().wait()
+        yield kit.finished()
+        yield kit.usage()
+
+    engine.script = script
+    answer = http.post(f"{gateway}{path}", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "answer_too_large")
+    assert engine.calls[-1].cancelled.wait(20)
+    if path == RESPONSES:  # whose stream tells the whole text four times more
+        return
+    with http.stream("POST", f"{gateway}{path}", json=body | {"stream": True}) as stream:
+        assert sum(map(len, stream.iter_bytes())) > 72 << 20
+
+
+@pytest.mark.parametrize("cut", [1, 3, 1000])
+def test_a_whole_answer_is_the_same_however_its_tokens_came(cut):
+    """Of two choices with an echo, the logprobs of both in every list, and those of the prompt."""
+    prompt = [token(b"b"), token("\u00e9\u2028".encode())]
+    said = [token(b" c"), token("\u2192".encode()[:1]), token("\u2192".encode()[1:]), token(b"<end>", hidden=True)]
+    head = Head("id", 1, "m", "f")
+    form = CompletionFormat(head, 2, False, [Echo("ab\u00e9\u2028", b"a")] * 2, logprobs=1, prompt_logprobs=1)
+    for at in range(0, len(prompt), cut):
+        form.keep_prompt(range(2), prompt[at : at + cut])
+    for index in (1, 0):
+        for at in range(0, len(said), cut):
+            form.keep(index, f"{at}", "", (), said[at : at + cut])
+    answer = json.loads("".join(form.whole([Ending("stop", "s"), Ending("length", None)], TokenCounts(3, 8))))
+    texts = ["a", "b", "\u00e9\u2028", " c", "bytes:\\xe2", "bytes:\\x86\\x92", "<end>"]
+    for index, (reason, matched) in enumerate([("stop", "s"), ("length", None)]):
+        choice = answer["choices"][index]
+        assert choice["text"] == "ab\u00e9\u2028" + "".join(str(at) for at in range(0, len(said), cut))
+        assert choice["logprobs"] == {
+            "tokens": texts,
+            "token_logprobs": [None] + [-0.5] * 6,
+            "top_logprobs": [None] + [{text: -0.5} | ({} if text == "x" else {"x": -1.0}) for text in texts[1:]],
+            "text_offset": [0, 1, 2, 4, 6, 6, 7],
+        }
+        assert [None if one is None else list(one) for one in choice["prompt_logprobs"]] == [
+            None,
+            ["7", "8"],
+            ["7", "8"],
+        ]
+        assert (choice["index"], choice["finish_reason"], choice["stop_reason"]) == (index, reason, matched)
+    assert answer["usage"]["total_tokens"] == 11
+
+
+def token(raw, hidden=False):
+    return pb.TokenLogprob(
+        token_id=7, logprob=-0.5, bytes=raw, hidden=hidden, top=[pb.TopLogprob(token_id=8, logprob=-1, bytes=b"x")]
+    )
