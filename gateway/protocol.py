@@ -13,6 +13,8 @@ HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: c
 # Java's client and others ask for h2c in each request. The parser would leave the body unread for it.
 UPGRADE = re.compile(rb"\r\nupgrade(?= *:)", re.IGNORECASE)
 NO_UPGRADE = b"\r\nignored"  # as long: what follows stays where its length says
+# Requests that wait for answers of others on their connection. With more, what comes next is not read meanwhile.
+MAX_PIPELINED = 16
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -27,6 +29,7 @@ class BoundedHttp(HttpToolsProtocol):
         self.loose_bytes = 0  # since the request began, or since the last of its body
         self.in_head = self.in_body = False
         self.timer: asyncio.TimerHandle | None = None
+        self.running: Any = None  # the request that is being answered; `self.cycle` is the one that came last
 
     def connection_made(self, transport: Any) -> None:
         """A client is there."""
@@ -36,6 +39,10 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It has gone."""
         self._no_longer_await()
+        self.pipeline.clear()
+        if self.running is not None:
+            self.running.disconnected = True
+            self.running.message_event.set()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -57,6 +64,8 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_headers_complete()
         if self.parser.should_upgrade():  # the header's name came in pieces: what follows may be the body, or anything
             self.cycle.keep_alive = False
+        if 0 < len(self.pipeline) <= MAX_PIPELINED:  # who does not read does not see the client go
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         """A piece of its body."""
@@ -84,6 +93,10 @@ class BoundedHttp(HttpToolsProtocol):
             return
         self.loose_bytes += len(data)
         super().data_received(data if self.in_body else UPGRADE.sub(NO_UPGRADE, data))
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self.running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _await(self) -> None:
         self.timer = self.loop.call_later(self.head_seconds, self.transport.close)

@@ -9,14 +9,14 @@ from urllib.parse import urlsplit
 import pytest
 
 
-def connect(gateway, path, body):
-    """Sends a request and does not read the answer."""
+def connect(gateway, path, body, times=1):
+    """Sends a request, or the same one several times, and does not read the answer."""
     url = urlsplit(gateway)
     raw = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     head += f"content-length: {len(raw)}\r\n\r\n"
     connection = socket.create_connection((url.hostname, url.port), timeout=10)
-    connection.sendall(head.encode() + raw)
+    connection.sendall((head.encode() + raw) * times)
     return connection
 
 
@@ -40,6 +40,16 @@ def test_leaving_cancels(gateway, engine, kit, stage, stream, prompts, reset):
     connection.close()
     for call in engine.calls:
         assert call.cancelled.wait(2)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_leaving_with_a_request_in_the_pipeline_cancels_what_runs(gateway, engine, kit, stream):
+    engine.script = kit.hangs(kit.accepted(), kit.started(), kit.delta("x"))
+    connection = connect(gateway, "/v1/completions", {"prompt": "p", "stream": stream}, times=2)
+    kit.wait_until(lambda: len(engine.calls) == 1)
+    connection.close()
+    assert engine.calls[0].cancelled.wait(2)
+    assert len(engine.calls) == 1
 
 
 def test_leaving_cancels_other_calls_too(gateway, engine, kit):
