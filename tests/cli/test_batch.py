@@ -156,7 +156,10 @@ def replying(reply: Callable[[int, dict[str, Any]], Reply]) -> Iterator[Server]:
         def log_message(self, *args: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+    class Backlogged(ThreadingHTTPServer):
+        request_queue_size = 128
+
+    with Backlogged(("127.0.0.1", 0), Handler) as http:
         server = Server(f"http://127.0.0.1:{http.server_port}/v1")
         thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -194,17 +197,21 @@ def test_a_running_server_is_asked(tmp_path: Path) -> None:
     assert second["custom_id"] == "b"
 
 
-def test_as_many_requests_run_together_as_are_allowed(tmp_path: Path) -> None:
-    source = write(tmp_path / "in", *(line(str(number), prompt="x") for number in range(9)))
-    together = threading.Barrier(3)
+@pytest.mark.parametrize(("option", "allowed"), [(["--max-concurrency=3"], 3), ([], 64)])
+def test_as_many_requests_run_together_as_are_allowed(tmp_path: Path, option: list[str], allowed: int) -> None:
+    source = write(tmp_path / "in", *(line(str(number), prompt="x") for number in range(2 * allowed)))
+    together, seats, crowded = threading.Barrier(allowed), threading.Semaphore(allowed), []
 
     def reply(number: int, body: dict[str, Any]) -> Reply:
-        together.wait(20)  # needs three at a time; a fourth would break the last group
+        crowded.append(not seats.acquire(blocking=False))  # one more than is allowed
+        together.wait(20)  # needs so many at a time
+        seats.release()
         return ok(number, body)
 
     with replying(reply) as server:
-        result = batch(source, tmp_path / "out", f"--base-url={server.url}", "--max-concurrency=3")
+        result = batch(source, tmp_path / "out", f"--base-url={server.url}", *option)
     assert result.exit_code == 0, result.output
+    assert not any(crowded)
     assert not together.broken
 
 

@@ -254,6 +254,7 @@ def test_name_of_a_local_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     [
         (["engine", "--page-size=15"], "Error: page_size must be a power of two, not 15"),
         (["serve", "--max-num-seqs=0"], "Error: max_num_seqs must be at least 1, not 0"),
+        (["gateway", f"--https-cert={__file__}"], "Error: https_cert and https_key must both be given"),
         (["generate", "hello", "--threads=0"], "Error: threads must be at least 1, not 0"),
         (
             ["engine", "--admin-address=1.2.3.4:5"],

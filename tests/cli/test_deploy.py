@@ -152,6 +152,8 @@ def test_the_documented_containers() -> None:
     needed = set(re.findall(r"\$\{(\w+):\?", (ROOT / "deploy/compose.yaml").read_text()))
     assert {word.partition("=")[0] for word in compose if "=" in word} == needed
     assert (ROOT / apply[-1]).exists()
+    user = re.search(r"(?m)^USER (\d+)$", DOCKERFILE).group(1)
+    assert f"The image runs as user {user} and keeps models in `{IMAGE['FULCRUM_CACHE']}`" in OPERATIONS
 
 
 def test_the_documented_scrape_config_has_the_jobs_that_the_alerts_watch() -> None:
