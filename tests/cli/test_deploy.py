@@ -106,6 +106,7 @@ def test_compose(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         assert re.match(r"(FULCRUM_API_KEY|FULCRUM_GATEWAY_KEY|MODEL|HF_TOKEN|PORT|GRPC_PORT)\W", text), text
     variables = {key: "" if value.endswith(":-}") else "x" for key, value in service["environment"].items()}
     params = started(monkeypatch, service["command"], variables)
+    assert params.get("model") is None, "what is not set is the default model, not one without a name"
     (published,) = service["ports"]
     host, ours, port = re.fullmatch(r"(\S+):\$\{\w+:-(\d+)\}:(\d+)", published).groups()
     assert (host, int(ours)) == ("127.0.0.1", int(port))
@@ -115,7 +116,7 @@ def test_compose(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         program = service["healthcheck"]["test"][-1]
         compile(program, "healthcheck", "exec")
         assert f'"127.0.0.1:{port}"' in program
-        assert IMAGE["FULCRUM_CACHE"] in [each.split(":")[1] for each in service["volumes"]]
+        assert [each.split(":")[1] for each in service["volumes"]] == [IMAGE["FULCRUM_CACHE"], "/models"]
     else:
         assert params["engine"] == f"engine:{main.commands['engine'].make_context('engine', []).params['grpc_port']}"
         assert service["depends_on"] == {"engine": {"condition": "service_healthy"}}
