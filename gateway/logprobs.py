@@ -74,38 +74,41 @@ class ContentTokens:
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._start = 0  # of the text that follows, in characters
-        self._text = ""
+        self._texts: list[str] = []  # behind the last content
+        self._end = 0  # of all that came, in characters
         self._tokens: deque[tuple[int, int, pb.TokenLogprob]] = deque()  # and where their texts begin and end
 
     def add(self, tokens: Logprobs) -> None:
         """The next tokens of the answer."""
         for token in tokens:
-            begin = self._start + len(self._text)
-            self._text += "" if token.hidden else self._utf8.decode(token.bytes)
-            self._tokens.append((begin, self._start + len(self._text), token))
+            begin = self._end
+            if not token.hidden:
+                self._texts.append(self._utf8.decode(token.bytes))
+                self._end += len(self._texts[-1])
+            self._tokens.append((begin, self._end, token))
 
     def next(self, content: str) -> list[pb.TokenLogprob]:
         """Those of the next piece of the content, each once. What was before it has been something else."""
-        if not (self._tokens or self._text):  # mostly, none are asked for
+        if not (self._tokens or self._texts):  # mostly, none are asked for
             return []
-        at = 0 if self._text.startswith(content) else self._text.rfind(content)
+        text = "".join(self._texts)
+        at = 0 if text.startswith(content) else text.rfind(content)
         if at < 0:
             return self.rest()
-        begin, end = self._start + at, self._start + at + len(content)
+        begin = self._end - len(text) + at
+        end = begin + len(content)
         found = []
         while self._tokens and self._tokens[0][0] < end:
             first, last, token = self._tokens.popleft()
             if first == begin or last > begin:
                 found.append(token)
-        self._text, self._start = self._text[at + len(content) :], end
+        self._texts = [text[at + len(content) :]]
         return found
 
     def rest(self) -> list[pb.TokenLogprob]:
         """Those that are left: of what never became content, or of nothing."""
         found = [token for *_, token in self._tokens]
-        self._start += len(self._text)
-        self._text = ""
+        self._texts.clear()
         self._tokens.clear()
         return found
 

@@ -1,12 +1,13 @@
 """Logprobs over HTTP, as OpenAI's client reads them; the engine is scripted, offsets are counted by hand."""
 
 import math
+import time
 
 import openai
 import pytest
 
 from fulcrum.v1 import inference_pb2 as pb
-from gateway.logprobs import TextLogprobs
+from gateway.logprobs import ContentTokens, TextLogprobs
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -321,3 +322,14 @@ def test_a_token_behind_half_a_character_begins_behind_it():
     """The text is "\ufffdJ\u2192\ufffdk": by hand."""
     pieces = [b"\xcf", b"J", SPLIT[:2], SPLIT[2:], b"\xe2\x86", b"k"]
     assert TextLogprobs(0).answer([token(one) for one in pieces])["text_offset"] == [0, 1, 2, 2, 3, 4]
+
+
+def test_the_tokens_of_a_long_call_are_each_looked_at_once():
+    """Before a call is over no content comes: what was read again for each token took ten seconds for this one."""
+    tokens = ContentTokens()
+    began = time.process_time()
+    for _ in range(60_000):
+        tokens.add([token(b"tokens")])
+    tokens.add([token(b"</call>"), token(b"Now"), token(b" this")])
+    assert [one.bytes for one in tokens.next("Now this")] == [b"Now", b" this"]
+    assert time.process_time() - began < 3
