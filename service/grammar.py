@@ -177,10 +177,10 @@ class GrammarCompiler:
             writer.close()
 
     async def _has_died(self, path: Path) -> bool:
-        """Whether nobody listens: the process's end may not be known yet."""
+        """Whether nobody listens: the process's end may not be known yet. Raises OSError where that cannot be told."""
         try:
             _, writer = await asyncio.open_unix_connection(str(path))
-        except OSError:
+        except (ConnectionRefusedError, FileNotFoundError):
             assert self._process is not None
             await self._process.wait()
             return True

@@ -1,6 +1,7 @@
 """The compiler's process: its limits, its cache, what its grammars allow; then the service with a scripted engine."""
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -143,6 +144,21 @@ async def test_what_waits_for_a_process_that_dies_is_compiled_by_the_next(compil
     process.kill()
     assert (await waiting).data
     assert compiler._process is not process
+
+
+async def test_one_that_finds_no_free_file_fails_and_holds_up_none(compiler, monkeypatch):
+    """The process lives: to wait for its end were to wait for ever, and in the place of others."""
+    await compiler.compile(Constraint("choices", '["started"]'))
+
+    async def no_file(path):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "open_unix_connection", no_file)
+        for number in range(5):
+            with pytest.raises(OSError, match="Too many open files"):
+                await asyncio.wait_for(compiler.compile(Constraint("choices", f'["{number}"]')), 10)
+    assert matched(compiler, await compiler.compile(Constraint("choices", '["0"]')), "0")
 
 
 async def test_grammars_are_of_one_vocabulary_and_make_room(compiler):
