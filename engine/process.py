@@ -102,9 +102,9 @@ class CoreProcess(Kept):
         process = self._process
         if process is None or process.returncode is not None:
             return
-        if self.serves and process.stdin is not None:
-            process.stdin.close()
-        else:
+        assert process.stdin is not None
+        process.stdin.close()
+        if not self.serves:  # it looks at its input when it does, and at SIGTERM no longer
             process.terminate()
         try:
             await asyncio.wait_for(process.wait(), _STOP_SECONDS)

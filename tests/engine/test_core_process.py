@@ -166,6 +166,27 @@ async def test_a_process_is_started_again_later_each_time(monkeypatch) -> None:
     assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30]
 
 
+SERVES = """
+import signal, sys
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("serves", flush=True)
+sys.stdin.read()
+"""
+
+
+async def test_one_that_has_just_begun_to_serve_ends_at_once(tmp_path: Path, monkeypatch, caplog) -> None:
+    """It leaves signals to its parent, who does not know yet that it serves."""
+    monkeypatch.setattr("engine.process._STOP_SECONDS", 2.0)
+    core = CoreProcess(tmp_path / "socket", {}, restarts=0)
+    pipe = asyncio.subprocess.PIPE
+    core._process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVES, stdin=pipe, stdout=pipe)
+    assert await core._process.stdout.readline() == b"serves\n"
+    await core.stop()
+    assert await core.wait() == 0
+    assert "killing" not in caplog.text
+
+
 HANGS = """
 import time
 
