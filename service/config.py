@@ -49,7 +49,7 @@ class ServiceConfig:
         grace_seconds: how long running requests may go on when the server drains.
         min_ping_seconds: keepalive pings of clients are tolerated down to this interval, also without calls.
         reuse_port: several service processes share one port (SO_REUSEPORT).
-        tokenizer_threads: threads that render and tokenize beside the event loop.
+        tokenizer_threads: threads that render and tokenize beside the event loop; as many again for large prompts.
         grammar_timeout: seconds that the compilation of a schema, regex or grammar may take.
     """
 

@@ -30,6 +30,10 @@ from service.validate import (
     window_exceeded,
 )
 
+# Characters (of a chat, bytes) of a prompt that small ones do not wait for.
+_LARGE = 64 << 10
+# Few texts have more characters a token: what is longer than such a window is counted before all of it is tokenized.
+_DENSE = 6
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _T = TypeVar("_T")
 
@@ -48,7 +52,7 @@ class Prompts:
     Args:
         tokenizer: the model's.
         template: the model's, or the operator's.
-        threads: how many prompts are worked on at once.
+        threads: how many prompts are worked on at once, and as many large ones beside them.
         formats: how the model writes.
     """
 
@@ -56,17 +60,18 @@ class Prompts:
         self.tokenizer = tokenizer
         self.template = template
         self.formats = formats
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
-        self._turns = Turns(threads)
+        self._threads = ThreadPoolExecutor(2 * threads, thread_name_prefix="tokenize")
+        self._turns, self._large_turns = Turns(threads), Turns(threads)
 
-    async def run(self, work: Callable[[], _T], *, tenant: str = "") -> _T:
-        """Runs `work` in a thread, in the tenant's turn."""
-        await self._turns.take(tenant)
+    async def run(self, work: Callable[[], _T], size: int = 0, *, tenant: str = "") -> _T:
+        """Runs `work`, on so much text, in a thread, in the tenant's turn."""
+        turns = self._large_turns if size > _LARGE else self._turns
+        await turns.take(tenant)
         loop = asyncio.get_running_loop()
 
         def leave(_: object) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-                loop.call_soon_threadsafe(self._turns.leave)
+                loop.call_soon_threadsafe(turns.leave)
 
         working = self._threads.submit(work)
         working.add_done_callback(leave)  # the thread goes on, also when nobody waits for it any more
@@ -81,14 +86,14 @@ class Prompts:
             the work of tokenizing it is done.
         """
         encode = partial(self._encode, text, "text", window, add_special_tokens=add_special_tokens)
-        return await self.run(encode, tenant=tenant)
+        return await self.run(encode, len(text), tenant=tenant)
 
     async def chat(self, chat: pb.Chat, *, window: int | None = None, tenant: str = "") -> ChatPrompt:
         """Renders and tokenizes a chat.
 
         Raises ApiError INVALID_ARGUMENT (also TEMPLATE_ERROR), FAILED_PRECONDITION (TOOLS_UNSUPPORTED).
         """
-        return await self.run(partial(self._chat, chat, window), tenant=tenant)
+        return await self.run(partial(self._chat, chat, window), chat.ByteSize(), tenant=tenant)
 
     def close(self) -> None:
         """Lets the threads go."""
@@ -156,6 +161,9 @@ class Prompts:
         if window is not None and fewest > window:
             raise window_exceeded(field, window, f"the prompt has more than {fewest}", prompt_tokens=fewest)
         try:
+            # A million tokens take a second, and a hundred megabytes.
+            if window is not None and len(text) > _DENSE * window and self.tokenizer.exceeds(text, window * 9 // 8):
+                raise window_exceeded(field, window, f"the prompt has more than {window}", prompt_tokens=window)
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except ValueError as error:
             raise invalid([Violation(field, str(error))]) from error

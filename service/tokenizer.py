@@ -31,6 +31,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 # How text is split before BPE (`pre`).
 GPT2_PRE = ("smollm", "qwen2", "llama-bpe")
 
+_SLICE = 64 << 10  # characters
+
 SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
 
 
@@ -154,6 +156,22 @@ class Tokenizer:
         """A lower bound of how many tokens the text has, at once: tokenizing megabytes takes a minute."""
         return len(text) // self._longest
 
+    def exceeds(self, text: str, most: int) -> bool:
+        """Whether the text has more than `most` tokens, told by no more of it than that takes.
+
+        A token that is cut to be told counts as several: of texts that are as long as that matters, few in a thousand.
+
+        Raises:
+            ValueError: as `encode`.
+        """
+        _check(text)
+        count = 0
+        for at in range(0, len(text), _SLICE):
+            count += len(self._encodings([text[at : at + _SLICE]])[0])
+            if count > most:
+                return True
+        return False
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokenizes; special tokens that are spelled out in the text become their ids.
 
@@ -161,20 +179,24 @@ class Tokenizer:
             add_special_tokens: add what the model wants around a text, such as BOS.
 
         Raises:
-            ValueError: the text holds a lone surrogate, which is no character.
+            ValueError: the text holds a lone surrogate, which is no character, or the library fails.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            surrogate = f"lone surrogate U+{ord(text[error.start]):04X} at character {error.start}"
-            raise ValueError(f"the text is not valid Unicode: {surrogate}") from error
+        _check(text)
         # A batch, also of one, because `encode` holds the interpreter's lock: a long text would stop the whole process.
         parts = [text] if self._ends is None else cut(text)
         if self._ends is None or len(parts) == 1:
-            return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
-        encodings = self.backend.encode_batch_fast(parts, add_special_tokens=False)
+            return list(self._encodings([text], add_special_tokens)[0].ids)
+        encodings = self._encodings(parts)
         before, after = self._ends if add_special_tokens else ([], [])
         return [*before, *chain.from_iterable(encoding.ids for encoding in encodings), *after]
+
+    def _encodings(self, texts: list[str], add_special_tokens: bool = False) -> list[tokenizers.Encoding]:
+        try:
+            return self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        except BaseException as error:  # a panic of the library's, which is no Exception, for ten million blanks
+            if type(error).__name__ != "PanicException":
+                raise
+            raise ValueError(f"the text cannot be tokenized: {error}") from error
 
     def encode_rendered_chat(self, text: str) -> list[int]:
         """Tokenizes what a chat template rendered: the template has written BOS already, where the model wants one.
@@ -214,6 +236,15 @@ class Tokenizer:
         """The id of the token that is spelled like this in the vocabulary."""
         number: int | None = self.backend.token_to_id(text)
         return number
+
+
+def _check(text: str) -> None:
+    """Raises ValueError where the text holds a lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        surrogate = f"lone surrogate U+{ord(text[error.start]):04X} at character {error.start}"
+        raise ValueError(f"the text is not valid Unicode: {surrogate}") from error
 
 
 class _Pieces(dict[int, bytes]):

@@ -246,6 +246,18 @@ async def test_a_prompt_beyond_the_window(make_core, serving, details):
         assert error.fields == ["stopping.max_tokens"]
 
 
+async def test_a_text_of_many_windows_is_counted_and_not_tokenized(make_core, serving, details, monkeypatch):
+    """Though its tokens might be long ones: 700 characters may be 59 tokens of the byte model, and are 700."""
+
+    def encode(*_, **__):
+        pytest.fail("it was tokenized")
+
+    monkeypatch.setattr("service.tokenizer.Tokenizer.encode", encode)
+    async with serving(make_core(max_model_len=100)) as server:
+        error = details(await refused(server.stub.Generate(pb.GenerateRequest(text="x" * 700))))
+    assert (error.reason, error.fields) == ("CONTEXT_LENGTH_EXCEEDED", ["text"])
+
+
 @pytest.mark.parametrize("kind", ["text", "chat", "token_ids"])
 async def test_what_no_window_can_hold_is_refused_without_the_work(make_core, serving, details, monkeypatch, kind):
     def encode(*_, **__):

@@ -446,7 +446,43 @@ def test_folder_that_does_not_serve(tiny_folder: Path, damage: Callable[[Path], 
 # ---------------------------------------------------------------------------------------------------------- all of them
 
 
+@pytest.mark.parametrize("text", [text for text in TEXTS if text], ids=range(len(TEXTS) - 1))
+def test_whether_a_text_has_more_tokens_is_told_by_its_beginning(smollm2: Tokenizer, text: str) -> None:
+    """Exactly, where it is told in one piece; of one that is cut within an eighth."""
+    count = len(smollm2.encode(text))
+    assert smollm2.exceeds(text, count - 1)
+    assert not smollm2.exceeds(text, count)
+    long = text * (300_000 // len(text))
+    count = len(smollm2.encode(long))
+    assert smollm2.exceeds(long, count - 1)
+    assert not smollm2.exceeds(long, count * 9 // 8)
+
+
+def test_no_more_of_a_text_is_tokenized_than_tells(smollm2: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Backend:
+        characters = 0
+
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[list[str]]:
+            self.characters += sum(map(len, texts))
+            return [list(text) for text in texts]
+
+    backend = Backend()
+    monkeypatch.setattr(smollm2, "backend", backend)
+    assert smollm2.exceeds("x" * 5_000_000, 100_000)
+    assert backend.characters <= 200_000
+
+
+def test_a_text_that_the_library_panics_of_is_a_clear_error(qwen3_folder: Path) -> None:
+    """Its regular expressions may go back ten million times: no further in a run of blanks."""
+    tokenizer = Tokenizer.from_folder(qwen3_folder)
+    with pytest.raises(ValueError, match="cannot be tokenized: Onig"):
+        tokenizer.encode(" " * 10_100_000)
+    assert tokenizer.decode(tokenizer.encode("next")) == "next"
+
+
 def test_lone_surrogate_is_a_clear_error(smollm2: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"lone surrogate U\+D83D at character 3"):
+        smollm2.exceeds("abc\ud83d", 9)
     with pytest.raises(ValueError, match=r"lone surrogate U\+D83D at character 3"):
         smollm2.encode("abc\ud83d")
     assert smollm2.decode(smollm2.encode("next")) == "next"

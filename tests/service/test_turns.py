@@ -71,6 +71,15 @@ async def test_a_prompt_waits_for_one_of_each_other_tenant():
     assert order == ["many", "many", "few"] + ["many"] * 7
 
 
+async def test_small_prompts_do_not_wait_for_large_ones():
+    prompts, block = Prompts(None, None, 1, None), threading.Event()
+    large = await begun(*(prompts.run(lambda: block.wait(20), 1 << 20) for _ in range(3)))
+    assert await asyncio.wait_for(prompts.run(lambda: "small", 1000), 10) == "small"
+    block.set()
+    assert await asyncio.gather(*large) == [True] * 3
+    prompts.close()
+
+
 async def test_a_grammar_waits_for_one_of_each_other_tenant_and_for_none_whose_asker_has_gone(monkeypatch):
     compiler = GrammarCompiler(None, 258, [257], seconds=9)
     go, asked = asyncio.Event(), []
