@@ -1,10 +1,11 @@
 """`fulcrum bench throughput`, `latency` and `ladder`: an engine in this process."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -13,12 +14,10 @@ from cli.run import clear_errors, engine_in_process
 from cli.settings import engine_config, record
 from loadtest.datasets import DATASETS
 from loadtest.options import COUNT, Number
+from loadtest.records import Message
 from loadtest.report import save_figures
 from loadtest.tables import ladder_table
-
-if TYPE_CHECKING:
-    from loadtest.records import Message
-    from loadtest.tokens import LocalTokenizer
+from loadtest.tokens import LocalTokenizer, token_ids
 
 
 @click.command()
@@ -38,11 +37,13 @@ def throughput(**params: Any) -> None:
     if params["pairs"] is not None and params["speculative"] == "off":
         raise click.UsageError("--pairs measures --speculative ngram, which is off")
     with engine_in_process(params) as (llm, path):
-        from loadtest.offline import speculation, speculation_text, throughput, throughput_text, token_prompts
+        from loadtest.offline import speculation, speculation_text, throughput, throughput_text
 
-        tokenizer = cache(lambda: _tokenizer(params["tokenizer"] or path))
+        tokenizer = cache(lambda: _tokenizer(params["tokenizer"] or path, path))
         chains = DATASETS[params["dataset"]](bench_options.sampling(params), tokenizer)
-        prompts = token_prompts(chains, tokenizer, lambda chat: _rendered(params["tokenizer"] or path, path, chat))
+        asked = [prompt for chain in chains for prompt in chain.prompts]
+        ids = token_ids(tokenizer, [prompt.content for prompt in asked])
+        prompts = [(each, prompt.output_len) for each, prompt in zip(ids, asked, strict=True)]
         sampling = {"temperature": params["temperature"], "seed": params["seed"]}
         if params["pairs"] is None:
             fields = throughput(llm, prompts, **sampling)
@@ -116,17 +117,16 @@ def ladder(model: str | None, **params: Any) -> None:
 ladder.params = [param for param in ladder.params if param.name not in (*_SWITCHES, *_FIXED)]
 
 
-def _rendered(tokenizer_path: Path, model: Path, chat: "list[Message]") -> list[int]:
-    """A chat's token ids, by the model's template."""
+def _tokenizer(path: Path, model: Path) -> LocalTokenizer:
+    """That of a file or folder, which renders chats by the model's template."""
     from service.model import chat_template
     from service.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(tokenizer_path)
-    return tokenizer.encode_rendered_chat(chat_template(model, tokenizer).render(chat))
+    tokenizer = Tokenizer.load(path)
 
+    class Rendering(LocalTokenizer):
+        def encode_chats(self, chats: Sequence[list[Message]]) -> list[list[int]]:
+            template = chat_template(model, tokenizer)
+            return [tokenizer.encode_rendered_chat(template.render(chat)) for chat in chats]
 
-def _tokenizer(path: Path) -> "LocalTokenizer":
-    from loadtest.tokens import LocalTokenizer
-    from service.tokenizer import Tokenizer
-
-    return LocalTokenizer(Tokenizer.load(path).backend)
+    return Rendering(tokenizer.backend)

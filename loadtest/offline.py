@@ -6,7 +6,7 @@ The figures and their names are those of `vllm bench throughput` and `vllm bench
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,33 +14,13 @@ import numpy as np
 
 from engine import LLM, FinishReason, Request, SamplingParams
 from engine.scheduler import SequenceUpdate
-from loadtest.records import Chain, Fields, LoadTestError, Message, messages_of
-from loadtest.tokens import Tokenizer
+from loadtest.records import Fields, LoadTestError
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 _Times = tuple[float, float]
 """Seconds on the clock, and of CPU time."""
 _Prompt = tuple[list[int], int]
 """Token ids, and how many tokens are generated."""
-
-
-def token_prompts(
-    chains: Sequence[Chain], tokenizer: Callable[[], Tokenizer], render: Callable[[list[Message]], list[int]]
-) -> list[_Prompt]:
-    """The token ids of each request of a data set, and how many tokens it generates.
-
-    Args:
-        render: turns a chat into token ids.
-    """
-    prompts = [prompt for chain in chains for prompt in chain.prompts]
-    texts = [prompt.content for prompt in prompts if isinstance(prompt.content, str)]
-    encoded = iter(tokenizer().encode(texts) if texts else ())
-    found = []
-    for prompt in prompts:
-        ids = next(encoded) if isinstance(prompt.content, str) else prompt.content
-        ids = render(chat) if (chat := messages_of(prompt.content)) else ids
-        found.append(([token for token in ids if isinstance(token, int)], prompt.output_len))
-    return found
 
 
 def throughput(llm: LLM, prompts: Sequence[_Prompt], *, temperature: float, seed: int) -> Fields:

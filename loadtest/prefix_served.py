@@ -10,7 +10,7 @@ import numpy as np
 
 from loadtest.records import Chain, LoadTestError, Record
 from loadtest.serve import LoadTest
-from loadtest.tokens import RemoteTokenizer
+from loadtest.tokens import token_ids
 from loadtest.trace import Hits, hit_row
 
 
@@ -25,8 +25,7 @@ def served_trace(test: LoadTest, page_size: int, pool: int | None, flush: Callab
     """
     chains = test.chains()
     flush()
-    prompts = [prompt.content for chain in chains for prompt in chain.prompts]
-    return {"rows": [hit_row(_hits(_sent(test, chains)), prompts, page_size, pool)]}  # type: ignore[arg-type]
+    return {"rows": [hit_row(_hits(_sent(test, chains)), _ids(test, chains), page_size, pool)]}
 
 
 def served_chats(test: LoadTest, page_size: int, pool: int | None, flush: Callable[[], object]) -> dict[str, Any]:
@@ -41,10 +40,8 @@ def served_chats(test: LoadTest, page_size: int, pool: int | None, flush: Callab
     cold = _sent(test, [_salted(chain, lambda: uuid.uuid4().hex) for chain in chains])
     flush()
     warm = _sent(test, [_salted(chain, lambda: common) for chain in chains])
-    chats = [prompt.content for chain in chains for prompt in chain.prompts]
-    prompts = RemoteTokenizer(test.target).encode_chats(chats)  # type: ignore[arg-type]
     turns = [_turn(turn, cold, warm) for turn in sorted({record.turn for record in warm})]
-    return {"turns": turns, "rows": [hit_row(_hits(warm), prompts, page_size, pool)]}
+    return {"turns": turns, "rows": [hit_row(_hits(warm), _ids(test, chains), page_size, pool)]}
 
 
 def _turn(turn: int, cold: Sequence[Record], warm: Sequence[Record]) -> dict[str, Any]:
@@ -59,6 +56,10 @@ def _turn(turn: int, cold: Sequence[Record], warm: Sequence[Record]) -> dict[str
         times = [1000 * record.ttft for record in records if record.turn == turn]
         fields |= {f"{name}_p{each}_ttft_ms": float(np.percentile(times, each)) for each in (50, 90)}
     return fields
+
+
+def _ids(test: LoadTest, chains: Sequence[Chain]) -> list[list[int]]:
+    return token_ids(lambda: test.tokenizer, [prompt.content for chain in chains for prompt in chain.prompts])
 
 
 def _salted(chain: Chain, salt: Callable[[], str]) -> Chain:

@@ -15,9 +15,9 @@ from loadtest.datasets import DATASETS, Sampling
 from loadtest.environment import environment
 from loadtest.generator import generate
 from loadtest.metrics import metrics
-from loadtest.records import Chain, Content, LoadTestError, Record, Target, messages_of
+from loadtest.records import Chain, LoadTestError, Record, Target
 from loadtest.report import SATURATED, Run, now, warnings
-from loadtest.tokens import LocalTokenizer, RemoteTokenizer, Tokenizer, served_model
+from loadtest.tokens import LocalTokenizer, RemoteTokenizer, Tokenizer, served_model, token_ids
 from loadtest.worker import Load
 
 _OF_TOKENS = ("prefix-trace", "shared-prefix")
@@ -111,9 +111,12 @@ class LoadTest:
         good = [record for record in records if not record.error]
         silent = [record for record in good if record.output_tokens is None]
         blind = [record for record in good if not record.prompt_tokens]
+        contents = [chains[each.chain].prompts[each.turn].content for each in blind]
+        if self.target.backend == "openai-chat":
+            contents = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in contents]
         try:
             outputs = self.tokenizer.encode([each.text for each in silent], special=False) if silent else []
-            inputs = self._lengths([chains[each.chain].prompts[each.turn].content for each in blind])
+            inputs = token_ids(lambda: self.tokenizer, contents)
         except (LoadTestError, KeyError, TypeError) as error:  # the latter: a /tokenize of another form
             why = error if isinstance(error, LoadTestError) else repr(error)
             return [f"tokens are unknown: the server tells no number, and to count them fails: {why}"]
@@ -121,22 +124,9 @@ class LoadTest:
             record.output_tokens = len(ids)
             if not ids:
                 record.error = "empty: the answer has no tokens"
-        for record, length in zip(blind, inputs, strict=True):
-            record.prompt_tokens = length
+        for record, ids in zip(blind, inputs, strict=True):
+            record.prompt_tokens = len(ids)
         return []
-
-    def _lengths(self, contents: Sequence[Content]) -> list[int]:
-        """Tokens of each prompt."""
-        if self.target.backend == "openai-chat":
-            contents = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in contents]
-        texts = [each for each in contents if isinstance(each, str)]
-        chats = [chat for each in contents if (chat := messages_of(each))]
-        encoded = iter(self.tokenizer.encode(texts) if texts else ())
-        rendered = iter(self.tokenizer.encode_chats(chats) if chats else ())
-        return [
-            len(next(encoded) if isinstance(each, str) else next(rendered) if messages_of(each) else each)
-            for each in contents
-        ]
 
     def _about(self, date: str, count: int) -> dict[str, Any]:
         return {

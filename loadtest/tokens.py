@@ -16,7 +16,7 @@ from fulcrum.client import FulcrumError
 from fulcrum.sync_client import SyncFulcrumClient
 from fulcrum.v1.inference_pb2 import DetokenizeRequest, TokenizeRequest
 from loadtest.grpc_client import chat
-from loadtest.records import LoadTestError, Message, Target
+from loadtest.records import Content, LoadTestError, Message, Target, messages_of
 
 if TYPE_CHECKING:
     import tokenizers
@@ -52,6 +52,19 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
         """The text of each list of ids."""
+
+
+def token_ids(tokenizer: Callable[[], Tokenizer], contents: Sequence[Content]) -> list[list[int]]:
+    """The ids of each of these: of a text, of a chat, or the ids that it is."""
+    texts = [content for content in contents if isinstance(content, str)]
+    chats = [messages for content in contents if (messages := messages_of(content))]
+    encoded = iter(tokenizer().encode(texts) if texts else ())
+    rendered = iter(tokenizer().encode_chats(chats) if chats else ())
+    found = []
+    for content in contents:
+        ids = next(encoded) if isinstance(content, str) else next(rendered) if messages_of(content) else content
+        found.append([token for token in ids if isinstance(token, int)])
+    return found
 
 
 class LocalTokenizer:

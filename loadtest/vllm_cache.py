@@ -13,6 +13,7 @@ step that preempted. Hits are counted once a request, at its first admission (0.
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from loadtest.records import LoadTestError
 from loadtest.trace import GENERATED, Hits, PageNames, TraceRequest
@@ -28,8 +29,12 @@ class _Sequence:
     computed: int = 0
     counted: bool = False
 
+    @property
+    def left(self) -> int:
+        return len(self.tokens) - self.computed
 
-class VllmCache:
+
+class _Pool:
     """The block pool. `num_blocks` includes the reserved one."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -40,27 +45,18 @@ class VllmCache:
         self._found_by: dict[int, int] = {}  # block: name
         self._cached: dict[int, dict[int, None]] = {}  # name: blocks
 
-    def lookup(self, sequence: _Sequence) -> list[int]:
-        """The cached blocks of all tokens but the last."""
-        hits: list[int] = []
-        self._names.extend(sequence.names, sequence.tokens)
-        for name in sequence.names[: (len(sequence.tokens) - 1) // self._size]:
-            if name not in self._cached:
-                break
-            hits.append(next(iter(self._cached[name])))
-        return hits
-
-    def fits(self, hits: list[int], tokens: int) -> bool:
-        """Whether a new sequence of so many tokens, with these hits, can have all its blocks."""
+    def admit(self, sequence: _Sequence) -> bool:
+        """Gives the sequence the cached blocks of all its tokens but the last, if it can have the others too."""
+        names = self._names.extend(sequence.names, sequence.tokens)[: (len(sequence.tokens) - 1) // self._size]
+        hits = [next(iter(self._cached[name])) for name in takewhile(self._cached.__contains__, names)]
         idle = sum(not self._users[block] for block in hits)
-        return -(-tokens // self._size) - len(hits) + idle <= len(self._free)
-
-    def take(self, sequence: _Sequence, hits: list[int]) -> None:
-        """Gives the sequence its hits."""
+        if -(-len(sequence.tokens) // self._size) - len(hits) + idle > len(self._free):
+            return False
         for block in hits:
             self._free.pop(block, None)
             self._users[block] += 1
-        sequence.blocks, sequence.computed = list(hits), len(hits) * self._size
+        sequence.blocks, sequence.computed = hits, len(hits) * self._size
+        return True
 
     def compute(self, sequence: _Sequence, count: int) -> bool:
         """Schedules `count` tokens, and lets their full blocks be found; False if blocks are lacking."""
@@ -70,13 +66,16 @@ class VllmCache:
             return False
         for _ in range(missing):
             block, _ = self._free.popitem(last=False)
-            self._forget(block)
+            if (name := self._found_by.pop(block, None)) is not None:
+                del self._cached[name][block]
+                if not self._cached[name]:
+                    del self._cached[name]
             self._users[block] = 1
             blocks.append(block)
-        self._names.extend(sequence.names, sequence.tokens)
+        names = self._names.extend(sequence.names, sequence.tokens)
         for index in range(sequence.computed // self._size, end // self._size):
-            self._found_by[blocks[index]] = sequence.names[index]
-            self._cached.setdefault(sequence.names[index], {})[blocks[index]] = None
+            self._found_by[blocks[index]] = names[index]
+            self._cached.setdefault(names[index], {})[blocks[index]] = None
         sequence.computed = end
         return True
 
@@ -90,13 +89,6 @@ class VllmCache:
                     self._free.move_to_end(block, last=False)
         sequence.blocks, sequence.computed = [], 0
 
-    def _forget(self, block: int) -> None:
-        name = self._found_by.pop(block, None)
-        if name is not None:
-            del self._cached[name][block]
-            if not self._cached[name]:
-                del self._cached[name]
-
 
 def vllm_hits(
     requests: Iterable[TraceRequest], *, num_pages: int, page_size: int, concurrency: int, max_batched_tokens: int
@@ -105,7 +97,7 @@ def vllm_hits(
 
     Raises: LoadTestError when a request is larger than the pool.
     """
-    cache, coming = VllmCache(num_pages, page_size), iter(requests)
+    pool, coming = _Pool(num_pages, page_size), iter(requests)
     waiting, running = deque[_Sequence](), list[_Sequence]()
     queried = cached = 0
     while True:
@@ -116,45 +108,33 @@ def vllm_hits(
             waiting.append(_Sequence(list(request.prompt), length, end))
         if not waiting and not running:
             return Hits(queried, cached)
-        budget = _run(cache, running, waiting, max_batched_tokens)
-        while waiting and budget:
-            sequence = waiting[0]
-            hits = cache.lookup(sequence)
-            if not cache.fits(hits, len(sequence.tokens)):
-                break
-            running.append(waiting.popleft())
-            cache.take(sequence, hits)
+        budget = _run(pool, running, waiting, max_batched_tokens)
+        while waiting and budget and pool.admit(waiting[0]):
+            sequence = waiting.popleft()
+            running.append(sequence)
             if not sequence.counted:
                 sequence.counted = True
                 queried, cached = queried + sequence.prompt_len, cached + sequence.computed
-            count = min(len(sequence.tokens) - sequence.computed, budget)
-            cache.compute(sequence, count)
+            count = min(sequence.left, budget)
+            pool.compute(sequence, count)
             budget -= count
-        _update(cache, running)
+        for sequence in [each for each in running if not each.left]:  # it gets one more, and leaves with its last
+            sequence.tokens.append(GENERATED)
+            if len(sequence.tokens) == sequence.max_len:
+                running.remove(sequence)
+                pool.free(sequence)
 
 
-def _run(cache: VllmCache, running: list[_Sequence], waiting: deque[_Sequence], budget: int) -> int:
+def _run(pool: _Pool, running: list[_Sequence], waiting: deque[_Sequence], budget: int) -> int:
     """Schedules what runs; returns the tokens that are left for admissions: none if it had to preempt."""
     scheduled, preempted = 0, False
     while scheduled < len(running) and budget:
-        sequence = running[scheduled]
-        count = min(len(sequence.tokens) - sequence.computed, budget)
-        if cache.compute(sequence, count):
+        count = min(running[scheduled].left, budget)
+        if pool.compute(running[scheduled], count):
             budget -= count
             scheduled += 1
         else:
             preempted = True
-            victim = running.pop()
-            cache.free(victim)
-            waiting.appendleft(victim)
+            waiting.appendleft(running.pop())
+            pool.free(waiting[0])
     return 0 if preempted else budget
-
-
-def _update(cache: VllmCache, running: list[_Sequence]) -> None:
-    """Whoever's tokens are all computed gets one more, and leaves with its last."""
-    for sequence in tuple(running):
-        if sequence.computed == len(sequence.tokens):
-            sequence.tokens.append(GENERATED)
-            if len(sequence.tokens) == sequence.max_len:
-                running.remove(sequence)
-                cache.free(sequence)
