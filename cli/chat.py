@@ -1,17 +1,17 @@
 """`fulcrum chat`: a conversation with a running engine, a line a turn. Knows the contract's client alone."""
 
-import asyncio
 import contextlib
 import sys
 from collections.abc import Iterator
 
 import click
 
-from cli.requests import chat_request
+from cli.requests import fields, system
 from cli.run import Failed
 from cli.settings import Params, engine_credentials
 from cli.terminal import say
-from fulcrum.client import FulcrumClient, FulcrumError, message
+from fulcrum.client import FulcrumError, chat_request
+from fulcrum.sync_client import SyncFulcrumClient
 from fulcrum.v1 import inference_pb2 as pb
 
 _CONNECT_SECONDS = 10.0
@@ -20,41 +20,30 @@ _CONNECT_SECONDS = 10.0
 def run_chat(params: Params) -> None:
     """Answers each line of standard input on standard output; everything else goes to standard error. Raises Failed."""
     interactive = sys.stdin.isatty()
-    with asyncio.Runner() as runner:
-        client = runner.run(_connect(params))
+    keys = (params["api_key"] or "").split()  # the variable may hold several, as a server's does
+    tls = {"credentials": engine_credentials(params), "tls_name": params["engine_tls_name"]}
+    with SyncFulcrumClient(params["address"], api_key=keys[0] if keys else None, **tls) as client:
         try:
-            name = runner.run(client.get_model(deadline=_CONNECT_SECONDS)).served_names[0]
+            name = client.get_model(deadline=_CONNECT_SECONDS).served_names[0]
             if interactive:
                 click.echo(f"Chatting with {name}. /reset forgets the conversation, /exit ends it.", err=True)
-            _converse(runner, client, params, interactive=interactive)
+            _converse(client, params, interactive=interactive)
         except FulcrumError as error:
             raise Failed(f"{params['address']}: {error}") from error
-        finally:
-            runner.run(client.close())
 
 
-async def _connect(params: Params) -> FulcrumClient:
-    key = (params["api_key"] or "").split()  # the variable may hold several, as a server's does
-    return FulcrumClient(  # belongs to the running loop
-        params["address"],
-        api_key=key[0] if key else None,
-        credentials=engine_credentials(params),
-        tls_name=params["engine_tls_name"],
-    )
-
-
-def _converse(runner: asyncio.Runner, client: FulcrumClient, params: Params, *, interactive: bool) -> None:
-    messages: list[pb.ChatMessage] = []
+def _converse(client: SyncFulcrumClient, params: Params, *, interactive: bool) -> None:
+    messages: list[tuple[str, str]] = []
     for line in _lines(interactive=interactive):
         if line == "/exit":
             return
         if line == "/reset":
             messages.clear()
             continue
-        messages.append(message("user", line))
+        messages.append(("user", line))
         answer: list[str] = []
         try:
-            runner.run(_answer(client, chat_request(messages, params), answer))
+            _answer(client, chat_request([*system(params), *messages], **fields(params)), answer)
         except KeyboardInterrupt:
             click.echo(" [stopped]", err=True)
         except FulcrumError as error:
@@ -64,14 +53,14 @@ def _converse(runner: asyncio.Runner, client: FulcrumClient, params: Params, *, 
             messages.pop()
             continue
         click.echo()
-        messages.append(message("assistant", "".join(answer)))
+        messages.append(("assistant", "".join(answer)))
 
 
-async def _answer(client: FulcrumClient, request: pb.GenerateRequest, answer: list[str]) -> None:
+def _answer(client: SyncFulcrumClient, request: pb.GenerateRequest, answer: list[str]) -> None:
     """Prints the answer as it comes, and gathers it in `answer`, so that it is known also when it is interrupted."""
     thinking = False
-    async with contextlib.aclosing(client.generate(request)) as events:
-        async for event in events:
+    with client.generate(request) as events:
+        for event in events:
             if isinstance(event, pb.Delta):
                 if event.reasoning:
                     say(event.reasoning, dim=True, err=True)

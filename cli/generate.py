@@ -7,14 +7,14 @@ import asyncio
 
 import click
 
-from cli.requests import chat_request, text_request
+from cli.requests import fields, system
 from cli.run import Failed, engine_in_process
 from cli.settings import Params
 from cli.terminal import say
 from engine.llm import LLM
 from engine.messages import SequenceOutput
-from fulcrum.client import message
-from fulcrum.v1.inference_pb2 import GenerateResponse
+from fulcrum.client import chat_request
+from fulcrum.v1.inference_pb2 import GenerateRequest, GenerateResponse
 from service.auth import Caller
 from service.choice import Choice
 from service.config import ServiceConfig
@@ -38,7 +38,10 @@ def generate_text(text: str, params: Params) -> None:
 
 
 def _stream(text: str, params: Params, served: ServedModel, llm: LLM) -> None:
-    request = text_request(text, params) if params["raw"] else chat_request([message("user", text)], params)
+    if params["raw"]:
+        request = GenerateRequest(text=text, **fields(params))
+    else:
+        request = chat_request([*system(params), ("user", text)], **fields(params))
     asked = plan(request, llm.info, served.defaults, Caller("", None))
     if params["raw"]:
         prompt = asyncio.run(served.prompts.text(text, add_special_tokens=True))

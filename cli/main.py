@@ -1,8 +1,9 @@
 """The `fulcrum` command: its commands and their options. A room is imported only by the command that needs it."""
 
+import platform
 import secrets
 import sys
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,9 @@ def trace(request_id: str | None, steps: Path | None, last: int | None, **connec
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(arguments: tuple[str, ...]) -> None:
     """Run load tests: of this server, or of any that speaks OpenAI's API."""
-    if missing := [name for name in ("numpy", "msgspec", "httptools", "httpx", "tqdm") if find_spec(name) is None]:
+    if missing := [
+        name for name in ("numpy", "msgspec", "httptools", "httpx", "tqdm", "uvloop") if find_spec(name) is None
+    ]:
         raise click.ClickException(f"{missing[0]} is missing: pip install 'fulcrum-llm[bench]'")
     from cli.bench import bench as group
 
@@ -205,7 +208,7 @@ def make_key(tenant: str, priority: int | None, admin: bool, gateway: bool) -> N
 @main.command("version")
 def show_version() -> None:
     """Show the versions of Fulcrum and of what it stands on."""
-    from cli.versions import versions
-
-    for name, number in versions():
-        click.echo(f"{name} {number}")
+    installed = {each.name: each.version for each in distributions()}
+    click.echo(f"fulcrum {installed['fulcrum-llm']}\npython {platform.python_version()}")
+    for name in ("torch", "triton", "tokenizers", "safetensors", "grpcio", "protobuf", "fastapi", "uvicorn"):
+        click.echo(f"{name} {installed.get(name, 'not installed')}")

@@ -19,6 +19,7 @@ from cli import banner, logs, processes, settings
 from cli.child import Parent
 from cli.report import EngineReport
 from cli.settings import Params
+from cli.signals import Stopped, StopSignals, unless
 from engine.kept import ProcessDied
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Failed(click.ClickException):
 
 def serve_both(params: Params, engine: click.Command, gateway: click.Command) -> None:
     """`fulcrum serve`."""
-    from cli.serve import run_both
+    from cli.serve import running
 
     params = processes.with_counts(params)
     logs.configure(params["log_level"], params["log_format"], "serve")
@@ -50,20 +51,26 @@ def serve_both(params: Params, engine: click.Command, gateway: click.Command) ->
         engines, admin = ",".join(report.process_addresses), report.admin_addresses[-1]
         return settings.child_arguments(gateway, params, engine=engines, engine_admin=admin)
 
-    def ready(report: EngineReport, address: str) -> None:
-        name = settings.served_names(params)[0]
-        click.echo(banner.serve_banner(report, address, params, name, with_key=with_key))
+    async def work() -> None:
+        signals = StopSignals()
+        with contextlib.suppress(Stopped):
+            async with running(
+                settings.child_arguments(engine, params),
+                gateway_line,
+                engine_variables=settings.key_variables(service.api_keys, gateway_keys=(*service.gateway_keys, own)),
+                gateway_variables=settings.key_variables(service.api_keys, engine_key=own),
+                grace=params["grace"],
+                restarts=params["restarts"],
+                signals=signals,
+            ) as both:
+                name = settings.served_names(params)[0]
+                click.echo(banner.serve_banner(both.report, both.address, params, name, with_key=with_key))
+                try:
+                    await unless(signals.stopped(), both.died())
+                except Stopped:
+                    click.echo("Running requests finish first; Ctrl-C again ends at once.")
 
-    work = run_both(
-        settings.child_arguments(engine, params),
-        gateway_line,
-        engine_variables=settings.key_variables(service.api_keys, gateway_keys=(*service.gateway_keys, own)),
-        gateway_variables=settings.key_variables(service.api_keys, engine_key=own),
-        grace=params["grace"],
-        restarts=params["restarts"],
-        ready=ready,
-    )
-    run(work)
+    run(work())
 
 
 def serve_engine(params: Params, service_worker: click.Command) -> None:

@@ -8,12 +8,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-import click
-
 from cli.banner import reachable
 from cli.child import STOP_SECONDS, Child
 from cli.report import EngineReport
-from cli.signals import Stopped, StopSignals, unless
+from cli.signals import StopSignals, unless
 from engine.own_folder import OwnFolder
 
 _POLL_SECONDS = 0.1
@@ -37,42 +35,6 @@ class Both:
         """Raises ProcessDied when one of them ends for good; never returns."""
         await unless(self.engine.died(), self.gateway.died())
         raise AssertionError
-
-
-async def run_both(
-    engine_line: Sequence[str],
-    gateway_line: Callable[[EngineReport], Sequence[str]],
-    *,
-    engine_variables: Mapping[str, str],
-    gateway_variables: Mapping[str, str],
-    grace: float,
-    restarts: int,
-    ready: Callable[[EngineReport, str], None],
-) -> None:
-    """Serves until a signal: then the gateway drains, and after it the engine.
-
-    Args:
-        engine_line, gateway_line, engine_variables, gateway_variables, grace, restarts: as in `running`.
-        ready: called with the engine's facts and the gateway's HOST:PORT once a request would be answered.
-
-    Raises: ProcessDied.
-    """
-    signals = StopSignals()
-    with contextlib.suppress(Stopped):
-        async with running(
-            engine_line,
-            gateway_line,
-            engine_variables=engine_variables,
-            gateway_variables=gateway_variables,
-            grace=grace,
-            restarts=restarts,
-            signals=signals,
-        ) as both:
-            ready(both.report, both.address)
-            try:
-                await unless(signals.stopped(), both.died())
-            except Stopped:
-                click.echo("Running requests finish first; Ctrl-C again ends at once.")
 
 
 @contextlib.asynccontextmanager
