@@ -11,6 +11,7 @@ import resource
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from pathlib import Path
@@ -109,7 +110,7 @@ class _Worker:
     def __init__(self, share: Share, board: Board) -> None:
         self._share, self._board = share, board
         self._report = Report()
-        self._meter: _Meter | None = None
+        self._clocks: list[_Clocks] = []
         self._started = asyncio.Event()
 
     async def run(self) -> Report:
@@ -127,16 +128,15 @@ class _Worker:
                 told = len(records)
                 if self._board.start.value:
                     self._started.set()
-                if self._meter:
-                    self._meter.look()
+                if self._clocks and time.perf_counter() - self._clocks[-1][0] >= _WINDOW:
+                    self._clocks.append(_clocks())
             if load.done():
                 load.result()
         finally:
             load.cancel()
             await asyncio.gather(load, return_exceptions=True)
             await client.close()
-        if self._meter:
-            self._report.usage = self._meter.usage()
+        self._report.usage = _usage([*self._clocks, _clocks()])
         return self._report
 
     async def _load(self, client: _Client) -> None:
@@ -150,7 +150,7 @@ class _Worker:
         await self._started.wait()
         start: float = board.start.value
         await asyncio.sleep(start - time.perf_counter())
-        self._meter = _Meter()
+        self._clocks.append(_clocks())
         if load.max_concurrency is None:
             own = range(share.worker, len(share.chains), share.count)
             await asyncio.gather(*(self._chain(client, number, start) for number in own))
@@ -193,29 +193,6 @@ def _client(target: Target) -> _Client:
     return HttpClient(target)
 
 
-class _Meter:
-    """How much of a core this process uses, and waits for, from now on."""
-
-    def __init__(self) -> None:
-        self._began = self._window = _clocks()
-        self._peak = self._busiest = 0.0
-
-    def look(self) -> None:
-        """Ends a window where one is over."""
-        now = _clocks()
-        if now[0] - self._window[0] >= _WINDOW:
-            used, busy = _shares(self._window, now)
-            self._peak, self._busiest = max(self._peak, used), max(self._busiest, busy)
-            self._window = now
-
-    def usage(self) -> WorkerUsage:
-        """Of all the time since it was made."""
-        now = _clocks()
-        mean, busy = _shares(self._began, now)
-        part = min((now[0] - self._began[0]) / _WINDOW, 1)
-        return WorkerUsage(mean, max(self._peak, mean * part), max(self._busiest, busy * part))
-
-
 _Clocks = tuple[float, float, float]
 """Seconds on the clock, of CPU time, and of being ready to run without a core (0 where nobody counts them)."""
 
@@ -228,7 +205,11 @@ def _clocks() -> _Clocks:
     return time.perf_counter(), time.process_time(), waited
 
 
-def _shares(since: _Clocks, now: _Clocks) -> tuple[float, float]:
-    """Of the time between: how much it ran, and ran or waited for a core."""
-    seconds, used, waited = (max(later - earlier, 1e-9) for earlier, later in zip(since, now, strict=True))
-    return used / seconds, (used + waited) / seconds
+def _usage(clocks: Sequence[_Clocks]) -> WorkerUsage:
+    """Of a run, by the clocks at its start, after each window and at its end."""
+    spans = [(now[0] - was[0], now[1] - was[1], now[2] - was[2]) for was, now in pairwise(clocks)]
+    return WorkerUsage(
+        mean=sum(used for _, used, _ in spans) / max(sum(seconds for seconds, _, _ in spans), 1e-9),
+        peak=max((used / max(seconds, _WINDOW) for seconds, used, _ in spans), default=0.0),
+        busy=max(((used + waited) / max(seconds, _WINDOW) for seconds, used, waited in spans), default=0.0),
+    )
