@@ -4,39 +4,19 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.context import SpawnProcess
 from typing import cast
 
-from loadtest.records import Chain, LoadTestError, Record, Target, WorkerUsage
-from loadtest.worker import TICK, Board, Load, Report, Share, work
+from loadtest.records import Chain, LoadTestError, Target
+from loadtest.worker import TICK, Board, Load, Outcome, Share, work
 
 _START_IN = 2.5 * TICK  # so that all workers have seen when the start is
 _END_IN = 30.0
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What came of a load.
-
-    Attributes:
-        records: of all requests that have ended, in the order of the chains.
-        duration: seconds from the start to the end of the last request.
-        usages: of each worker.
-        interrupted: by Ctrl-C, or given up; then the requests under way are in no record.
-        warmup_errors: of each warm-up that failed.
-    """
-
-    records: list[Record] = field(default_factory=list)
-    duration: float = 0.0
-    usages: list[WorkerUsage] = field(default_factory=list)
-    interrupted: bool = False
-    warmup_errors: list[str] = field(default_factory=list)
-
-
 def generate(target: Target, chains: Sequence[Chain], load: Load, progress: Callable[[int], object]) -> Outcome:
-    """Sends all chains and waits for them, or for Ctrl-C.
+    """Sends all chains and waits for them, or for Ctrl-C; records come in the order of the chains.
 
     Args:
         progress: called with the number of requests that have ended since the last call.
@@ -104,10 +84,10 @@ def _take(outcome: Outcome, pipe: connection.Connection, working: dict[connectio
     """Adds the report that has come. Raises: LoadTestError where instead of it the worker has ended."""
     process = working.pop(pipe)
     try:
-        report: Report = pipe.recv()
+        share: Outcome = pipe.recv()
     except EOFError as error:
         process.join(_END_IN)
         raise LoadTestError(f"a worker process ended with status {process.exitcode}") from error
-    outcome.records += report.records
-    outcome.usages.append(report.usage)
-    outcome.warmup_errors += report.warmup_errors
+    outcome.records += share.records
+    outcome.usages += share.usages
+    outcome.warmup_errors += share.warmup_errors

@@ -1,6 +1,6 @@
 """transformers' `generate`, for `loadtest.peers_cpu`. A program of its own.
 
-The first line of standard output is JSON {"version"}. Then, for each line "STREAMS INPUT_LEN OUTPUT_LEN SEED" on
+The first line of standard output is JSON {"version"}. Then, for each line "INPUT_LEN OUTPUT_LEN STREAMS SEED" on
 standard input, it generates for one batch of random prompts and answers with JSON {"output_throughput"} (tokens/s,
 prefill included). It ends when standard input does.
 """
@@ -26,7 +26,7 @@ def main(model: str, threads: str, dtype: str) -> None:
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **where)
     _say({"version": transformers.__version__})
     for line in sys.stdin:
-        streams, input_len, output_len, seed = map(int, line.split())
+        input_len, output_len, streams, seed = map(int, line.split())
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, loaded.config.vocab_size, (streams, input_len), generator=generator)
         began = time.perf_counter()

@@ -11,7 +11,8 @@ import statistics
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,11 +34,15 @@ _PYTHON = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Tokens of each prompt and answer."""
+class Setup:
+    """What all are given: a GGUF file, tokens of each prompt and answer, the most streams, threads and a type."""
 
+    model: str
     input_len: int
     output_len: int
+    streams: int
+    threads: int
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,53 +55,46 @@ class Peer:
     measure: Callable[[int, int], Mapping[str, float]]
 
 
-def measure_server(url: str, shape: Shape, streams: int, seed: int) -> dict[str, float]:
+def measure_server(url: str, setup: Setup, streams: int, seed: int) -> dict[str, float]:
     """The figures of `streams` requests at once (of one stream: two, one after the other) at an OpenAI server.
 
     Raises: LoadTestError when a request fails.
     """
-    count, tokens = max(2, streams), max(2, streams) * shape.output_len
-    sampling = Sampling(
-        count=count,
-        seed=seed,
-        prefixes=count,
-        prefix_len=1,
-        suffix_len=shape.input_len - 1,
-        prefix_output_len=shape.output_len,
-    )
+    count = max(2, streams)
+    sampling = Sampling(count=count, seed=seed, output_len=setup.output_len, prefixes=count, prefix_len=1)
+    sampling = replace(sampling, suffix_len=setup.input_len - 1)
     target = Target("openai", url, "/v1/completions", "", {}, {"temperature": 0.0}, ignore_eos=True)
     test = LoadTest(target, "shared-prefix", sampling, max_concurrency=streams, progress=False).prepared()
     fields = test.run(test.chains()).fields
-    if (fields["completed"], fields["total_output_tokens"]) != (count, tokens):
+    if (fields["completed"], fields["total_output_tokens"]) != (count, count * setup.output_len):
         raise LoadTestError(f"{url}: {fields['completed']} of {count} requests, {fields['total_output_tokens']} tokens")
     return {name: fields[name] for name in _FIGURES}
 
 
 @contextmanager
-def fulcrum(model: str, shape: Shape, streams: int, threads: int, dtype: str) -> Iterator[Peer]:
+def fulcrum(setup: Setup) -> Iterator[Peer]:
     """Our own gateway, service and core."""
-    settings = [f"--threads={threads}", f"--dtype={dtype}", f"--max-num-seqs={streams}", "--device=cpu"]
-    with TemporaryDirectory() as folder, serving(model, settings, Path(folder) / "log", _START_SECONDS) as server:
-        url = server.target.url
-        yield Peer("Fulcrum, HTTP", dtype, None, lambda count, seed: measure_server(url, shape, count, seed))
+    own = f"--threads={setup.threads}", f"--dtype={setup.dtype}", f"--max-num-seqs={setup.streams}", "--device=cpu"
+    with TemporaryDirectory() as folder, serving(setup.model, own, Path(folder) / "log", _START_SECONDS) as server:
+        yield Peer("Fulcrum, HTTP", setup.dtype, None, partial(measure_server, server.target.url, setup))
 
 
 @contextmanager
-def llama_cpp(python: Path, model: str, shape: Shape, streams: int, threads: int) -> Iterator[Peer]:
+def llama_cpp(python: Path, setup: Setup) -> Iterator[Peer]:
     """llama.cpp's server, with a slot for each stream."""
-    tokens = shape.input_len + shape.output_len + 16
-    with program(python, "peer_llama_cpp.py", model, threads, streams, tokens) as ask:
-        said, weights = ask(), model.rpartition(".gguf")[0].rpartition(".")[2]
-        measure = lambda count, seed: measure_server(said["url"], shape, count, seed)  # noqa: E731
-        yield Peer("llama.cpp (xllamacpp), HTTP", weights, said["version"], measure)
+    tokens = setup.input_len + setup.output_len + 16
+    with program(python, "peer_llama_cpp.py", setup.model, setup.threads, setup.streams, tokens) as ask:
+        said, weights = ask(), setup.model.rpartition(".gguf")[0].rpartition(".")[2]
+        yield Peer("llama.cpp (xllamacpp), HTTP", weights, said["version"], partial(measure_server, said["url"], setup))
 
 
 @contextmanager
-def transformers(python: Path, model: str, shape: Shape, threads: int, dtype: str) -> Iterator[Peer]:
+def transformers(python: Path, setup: Setup) -> Iterator[Peer]:
     """`generate`, one batch at a time."""
-    with program(python, "peer_transformers.py", model, threads, dtype) as ask:
-        measure = lambda count, seed: ask(count, shape.input_len, shape.output_len, seed)  # noqa: E731
-        yield Peer("transformers `generate`", dtype, ask()["version"], measure)
+    with program(python, "peer_transformers.py", setup.model, setup.threads, setup.dtype) as ask:
+        version = ask()["version"]
+        measure = partial(ask, setup.input_len, setup.output_len)
+        yield Peer("transformers `generate`", setup.dtype, version, measure)
 
 
 @contextmanager
@@ -158,31 +156,32 @@ def rounds(peers: Sequence[Peer], streams: Sequence[int], repeat: int) -> list[d
 @click.option("--threads", type=COUNT, default=len(os.sched_getaffinity(0)), show_default="the cores")
 @click.option("--dtype", default="bfloat16", show_default=True, help="Of Fulcrum and transformers.")
 @click.option("--output-json", type=click.Path(dir_okay=False, path_type=Path))
-def main(model: str, llama_python: Path | None, transformers_python: Path | None, **params: Any) -> None:
+def main(streams: tuple[int, ...], repeat: int, output_json: Path | None, **params: Any) -> None:
     """Measure this server with MODEL, a GGUF file, beside those peers whose interpreter is given."""
-    shape, counts = Shape(params["input_len"], params["output_len"]), params["streams"]
-    repeat, threads, dtype = params["repeat"], params["threads"], params["dtype"]
-    if params["output_json"]:
-        check_folder(params["output_json"].parent)
+    if output_json:
+        check_folder(output_json.parent)
+    llama_python, transformers_python = params.pop("llama_python"), params.pop("transformers_python")
+    setup = Setup(streams=max(streams), **params)
     try:
         with ExitStack() as stack:
-            peers = [stack.enter_context(fulcrum(model, shape, max(counts), threads, dtype))]
+            peers = [stack.enter_context(fulcrum(setup))]
             if llama_python:
-                peers.append(stack.enter_context(llama_cpp(llama_python, model, shape, max(counts), threads)))
+                peers.append(stack.enter_context(llama_cpp(llama_python, setup)))
             if transformers_python:
-                peers.append(stack.enter_context(transformers(transformers_python, model, shape, threads, dtype)))
-            rows = rounds(peers, counts, repeat)
+                peers.append(stack.enter_context(transformers(transformers_python, setup)))
+            rows = rounds(peers, streams, repeat)
     except OSError as error:  # a program that cannot be started, or has ended
         raise click.ClickException(str(error)) from error
     click.echo(rows_table(rows, ROWS["peers"]))
+    lengths = f"{setup.input_len} tokens in, {setup.output_len} out"
     fields = {
         "kind": "peers",
-        "model_id": Path(model).name,
-        "settings": f"{shape.input_len} tokens in, {shape.output_len} out; {threads} threads; median of {repeat}",
+        "model_id": Path(setup.model).name,
+        "settings": f"{lengths}; {setup.threads} threads; median of {repeat}",
         "rows": rows,
         "versions": environment()["versions"] | {peer.label.split()[0]: peer.version for peer in peers if peer.version},
     }
-    save_figures(fields, params["output_json"])
+    save_figures(fields, output_json)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import grpc
@@ -29,49 +29,16 @@ _Item = TypeVar("_Item")
 _Answer = TypeVar("_Answer")
 
 
-class Tokenizer(Protocol):
-    """Text to ids and back, many at once. Raises: LoadTestError when that cannot be done."""
-
-    @property
-    def ids(self) -> Sequence[int]:
-        """The ordinary tokens to draw random prompts from, in ascending order."""
-
-    @property
-    def fillers(self) -> range:
-        """The tokens with which a random prompt is filled up: of a tokenizer at hand all but added ones."""
-
-    @property
-    def specials_added(self) -> int:
-        """How many tokens encode() puts around a text by itself."""
-
-    def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """The ids of each text, with the tokenizer's own BOS or EOS if `special`."""
-
-    def encode_chats(self, chats: Sequence[list[Message]]) -> list[list[int]]:
-        """The ids of each chat: as the server's template renders it, with the beginning of an answer; here without."""
-
-    def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each list of ids."""
-
-
-def token_ids(tokenizer: Callable[[], Tokenizer], contents: Sequence[Content]) -> list[list[int]]:
-    """The ids of each of these: of a text, of a chat, or the ids that it is."""
-    texts = [content for content in contents if isinstance(content, str)]
-    chats = [messages for content in contents if (messages := messages_of(content))]
-    encoded = iter(tokenizer().encode(texts) if texts else ())
-    rendered = iter(tokenizer().encode_chats(chats) if chats else ())
-    found = []
-    for content in contents:
-        ids = next(encoded) if isinstance(content, str) else next(rendered) if messages_of(content) else content
-        found.append([token for token in ids if isinstance(token, int)])
-    return found
-
-
 class LocalTokenizer:
     """A tokenizer at hand.
 
     Args:
         special: the tokens that no random prompt has (None: all that the tokenizer itself calls special).
+
+    Attributes:
+        fillers: the tokens with which a random prompt is filled up: all but added ones.
+        ids: the ordinary tokens to draw random prompts from, in ascending order.
+        specials_added: how many tokens encode() puts around a text by itself.
     """
 
     def __init__(self, backend: "tokenizers.Tokenizer", special: set[str] | None = None) -> None:
@@ -101,15 +68,15 @@ class LocalTokenizer:
             raise LoadTestError(f"{file} cannot be read as a tokenizer: {error}") from error
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """See Tokenizer."""
+        """The ids of each text, with the tokenizer's own BOS or EOS if `special`."""
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=special)]
 
     def encode_chats(self, chats: Sequence[list[Message]]) -> list[list[int]]:
-        """See Tokenizer."""
+        """The ids of each chat, without a template."""
         return self.encode(["\n".join(each["content"] for each in messages) for messages in chats])
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
-        """See Tokenizer."""
+        """The text of each list of ids."""
         return self._backend.decode_batch([list(each) for each in ids], skip_special_tokens=False)
 
 
@@ -126,7 +93,7 @@ _Server = httpx.Client | SyncFulcrumClient
 
 
 class RemoteTokenizer:
-    """The server's own: POST /tokenize and /detokenize, or the RPCs of the same names."""
+    """The server's own: POST /tokenize and /detokenize, or the RPCs of the same names. Raises: LoadTestError."""
 
     ids: Sequence[int] = COMMON_IDS
     fillers = COMMON_IDS
@@ -136,24 +103,24 @@ class RemoteTokenizer:
 
     @cached_property
     def specials_added(self) -> int:
-        """See Tokenizer."""
+        """See LocalTokenizer."""
         (bare,), (dressed,) = self.encode(["a"], special=False), self.encode(["a"])
         return len(dressed) - len(bare)
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """See Tokenizer."""
+        """See LocalTokenizer."""
         if self._target.backend == "grpc":
             return self._tokenized([TokenizeRequest(text=text, add_special_tokens=special) for text in texts])
         return self._tokenized([{"prompt": text, "add_special_tokens": special} for text in texts])
 
     def encode_chats(self, chats: Sequence[list[Message]]) -> list[list[int]]:
-        """See Tokenizer."""
+        """The ids of each chat as the server's template renders it, with the beginning of an answer."""
         if self._target.backend == "grpc":
             return self._tokenized([TokenizeRequest(chat=chat(messages)) for messages in chats])
         return self._tokenized([{"messages": messages} for messages in chats])
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
-        """See Tokenizer."""
+        """See LocalTokenizer."""
 
         def detokenized(server: _Server, tokens: Sequence[int]) -> str:
             if isinstance(server, httpx.Client):
@@ -180,6 +147,22 @@ class RemoteTokenizer:
         """The answers to all items, in order, several at a time."""
         with _asked(self._target) as server, ThreadPoolExecutor(_TOGETHER) as threads:
             return list(threads.map(lambda item: ask(server, item), items))
+
+
+Tokenizer = LocalTokenizer | RemoteTokenizer
+
+
+def token_ids(tokenizer: Callable[[], Tokenizer], contents: Sequence[Content]) -> list[list[int]]:
+    """The ids of each of these: of a text, of a chat, or the ids that it is."""
+    texts = [content for content in contents if isinstance(content, str)]
+    chats = [messages for content in contents if (messages := messages_of(content))]
+    encoded = iter(tokenizer().encode(texts) if texts else ())
+    rendered = iter(tokenizer().encode_chats(chats) if chats else ())
+    found = []
+    for content in contents:
+        ids = next(encoded) if isinstance(content, str) else next(rendered) if messages_of(content) else content
+        found.append([token for token in ids if isinstance(token, int)])
+    return found
 
 
 def served_model(target: Target) -> str:

@@ -83,12 +83,22 @@ class Board:
 
 
 @dataclass(slots=True)
-class Report:
-    """What came of a share."""
+class Outcome:
+    """What came of a load, or of a worker's share.
+
+    Attributes:
+        records: of all requests that have ended.
+        warmup_errors: of each warm-up that failed.
+        usages: of each worker.
+        duration: seconds from the start to the end of the last request.
+        interrupted: by Ctrl-C, or given up; then the requests under way are in no record.
+    """
 
     records: list[Record] = field(default_factory=list)
     warmup_errors: list[str] = field(default_factory=list)
-    usage: WorkerUsage = field(default_factory=lambda: WorkerUsage(0.0, 0.0, 0.0))
+    usages: list[WorkerUsage] = field(default_factory=list)
+    duration: float = 0.0
+    interrupted: bool = False
 
 
 class _Client(Protocol):
@@ -97,25 +107,25 @@ class _Client(Protocol):
 
 
 def work(share: Share, board: Board, reply: Connection) -> None:
-    """The process's main function: sends back a Report. Ctrl-C is blocked by its parent, whose it is."""
+    """The process's main function: sends back an Outcome. Ctrl-C is blocked by its parent, whose it is."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection for each request under way
     with asyncio.Runner(loop_factory=None if share.target.backend == "grpc" else uvloop.new_event_loop) as runner:
-        report = runner.run(_Worker(share, board).run())
+        outcome = runner.run(_Worker(share, board).run())
     with contextlib.suppress(BrokenPipeError):  # where the parent has gone
-        reply.send(report)
+        reply.send(outcome)
 
 
 class _Worker:
     def __init__(self, share: Share, board: Board) -> None:
         self._share, self._board = share, board
-        self._report = Report()
+        self._outcome = Outcome()
         self._clocks: list[_Clocks] = []
         self._started = asyncio.Event()
 
-    async def run(self) -> Report:
+    async def run(self) -> Outcome:
         """Ends early when told to stop, or when the parent has gone."""
-        records, told = self._report.records, 0
+        records, told = self._outcome.records, 0
         parent = multiprocessing.parent_process()
         assert parent is not None
         client = _client(self._share.target)
@@ -136,15 +146,15 @@ class _Worker:
             load.cancel()
             await asyncio.gather(load, return_exceptions=True)
             await client.close()
-        self._report.usage = _usage([*self._clocks, _clocks()])
-        return self._report
+        self._outcome.usages = [_usage([*self._clocks, _clocks()])]
+        return self._outcome
 
     async def _load(self, client: _Client) -> None:
         """Warms up, waits for the others, and sends the chains."""
         share, load, board = self._share, self._share.load, self._board
         warmups = [Record() for _ in range(share.part(load.warmups))]
         await asyncio.gather(*(client.send(share.chains[0].prompts[0], record) for record in warmups))
-        self._report.warmup_errors = [record.error for record in warmups if record.error]
+        self._outcome.warmup_errors = [record.error for record in warmups if record.error]
         with board.warm.get_lock():
             board.warm.value += 1
         await self._started.wait()
@@ -180,7 +190,7 @@ class _Worker:
         for turn, prompt in enumerate(self._share.chains[number].prompts):
             record = Record(number, turn)
             await client.send(prompt, record)
-            self._report.records.append(record)
+            self._outcome.records.append(record)
 
 
 def _client(target: Target) -> _Client:

@@ -11,8 +11,12 @@ import torch
 from click.testing import CliRunner
 
 from loadtest.environment import command
-from loadtest.peers_cpu import Peer, Shape, llama_cpp, main, measure_server, program, rounds, transformers
+from loadtest.peers_cpu import Peer, Setup, llama_cpp, main, measure_server, program, rounds, transformers
 from loadtest.records import LoadTestError
+
+
+def setup(input_len, output_len, model="m.gguf"):
+    return Setup(model, input_len, output_len, streams=1, threads=1, dtype="float32")
 
 
 async def answer(call, stream, **settings):
@@ -27,7 +31,7 @@ async def answer(call, stream, **settings):
 
 def test_a_server_is_measured_by_the_client_of_bench_serve(mock_server, stream):
     with mock_server(partial(answer, stream=stream, first=0.1, gap=0.05)) as server:
-        figures = measure_server(server.url, Shape(input_len=7, output_len=5), streams=3, seed=1)
+        figures = measure_server(server.url, setup(7, 5), streams=3, seed=1)
     bodies = [call.body for call in server.calls if call.path.endswith("/completions")]
     assert len(bodies) == len({tuple(body["prompt"]) for body in bodies}) == 3
     assert all(len(body["prompt"]) == 7 and body["max_tokens"] == 5 and body["ignore_eos"] for body in bodies)
@@ -43,7 +47,7 @@ def test_answers_that_are_too_short_are_no_measurement(mock_server, stream):
         await answer(call, stream)
 
     with mock_server(short) as server, pytest.raises(LoadTestError, match="of 2 requests"):
-        measure_server(server.url, Shape(7, 5), streams=1, seed=1)
+        measure_server(server.url, setup(7, 5), streams=1, seed=1)
 
 
 def test_rounds_interleave_the_peers_drop_the_first_and_give_medians(capsys):
@@ -70,7 +74,7 @@ def test_transformers_generates_as_many_tokens_as_asked(tmp_path):
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    with transformers(Path(sys.executable), str(tmp_path), Shape(4, 6), threads=1, dtype="float32") as peer:
+    with transformers(Path(sys.executable), setup(4, 6, str(tmp_path))) as peer:
         assert peer.version
         assert peer.measure(2, 1)["output_throughput"] > 0
         assert peer.measure(1, 2)["output_throughput"] > 0
@@ -80,7 +84,7 @@ def test_a_peer_that_cannot_start_is_named(monkeypatch, tmp_path):
     model = str(tmp_path / "x.gguf")
     with (
         pytest.raises(LoadTestError, match=r"llama_cpp\.py ended with status 1"),
-        llama_cpp(Path(sys.executable), model, Shape(4, 4), streams=1, threads=1),
+        llama_cpp(Path(sys.executable), setup(4, 4, model)),
     ):
         pytest.fail("xllamacpp is no package of this project")
 
