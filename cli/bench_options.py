@@ -6,6 +6,7 @@ Parameters have the names of the records' fields that they fill.
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,11 +18,15 @@ from cli.settings import Params, engine_credentials, record
 from fulcrum.v1.inference_pb2 import FlushCacheRequest
 from loadtest.admin import operator
 from loadtest.datasets import DATASETS, Sampling
-from loadtest.options import COUNT, POSITIVE_OR_INF, Listed, Number
+from loadtest.metrics import LATENCIES
+from loadtest.options import COUNT, POSITIVE_OR_INF, WORKERS, Listed, Number
 from loadtest.records import LoadTestError, Target
-from loadtest.report import NAMES, check_folder
+from loadtest.report import check_folder
 from loadtest.serve import LoadTest
 
+_PATH = click.Path(exists=True, path_type=Path)
+_NUMBER = click.IntRange(min=0)
+_RATIO = Number(min=0, max=1, max_open=True)
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
@@ -48,6 +53,7 @@ def _writable(ctx: click.Context, param: click.Parameter, path: Path | None) -> 
     return path
 
 
+_pair = partial(click.option, multiple=True, callback=_pairs, metavar="KEY=VALUE")
 seed = click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Of the samples and of the arrivals.")
 server = together(
     click.option("--backend", type=click.Choice(["openai", "openai-chat", "grpc"]), default="openai"),
@@ -55,14 +61,7 @@ server = together(
     click.option("--host", default="127.0.0.1"),
     click.option("--port", type=click.IntRange(1, 65535), show_default="8000; 50051 with grpc"),
     click.option("--endpoint", show_default="/v1/completions or /v1/chat/completions", help="Path of the HTTP call."),
-    click.option(
-        "--header",
-        "headers",
-        multiple=True,
-        callback=_pairs,
-        metavar="KEY=VALUE",
-        help="Sent with each request (several may be given).",
-    ),
+    _pair("--header", "headers", help="Sent with each request (several may be given)."),
     click.option("--model", show_default="the server's first", help="Name that the server knows."),
 )
 dataset = together(
@@ -76,14 +75,8 @@ dataset = together(
     click.option("--output-len", type=COUNT, help="Tokens to generate, whatever the data set says."),
     click.option("--random-input-len", type=COUNT, default=1024),
     click.option("--random-output-len", type=COUNT, default=128),
-    click.option(
-        "--random-range-ratio",
-        "range_ratio",
-        type=Number(min=0, max=1, max_open=True),
-        default=0.0,
-        help="Lengths within (1 - r, 1 + r).",
-    ),
-    click.option("--random-prefix-len", type=click.IntRange(min=0), default=0, help="Tokens that all begin with."),
+    click.option("--random-range-ratio", "range_ratio", type=_RATIO, default=0.0, help="Lengths within 1 - r, 1 + r."),
+    click.option("--random-prefix-len", type=_NUMBER, default=0, help="Tokens that all begin with."),
     click.option("--sharegpt-output-len", type=COUNT),
     click.option("--custom-output-len", type=click.IntRange(min=-1), default=256, help="-1: the file's output_tokens."),
     click.option("--trace-block", "block", type=COUNT, default=16, help="prefix-trace: tokens for each block of 512."),
@@ -108,46 +101,20 @@ output_json = click.option(
 )
 load = together(
     server,
-    click.option(
-        "--tokenizer",
-        "tokenizer_path",
-        type=click.Path(exists=True, path_type=Path),
-        show_default="the server's /tokenize",
-    ),
+    click.option("--tokenizer", "tokenizer_path", type=_PATH, show_default="the server's /tokenize"),
     dataset,
     click.option("--burstiness", type=POSITIVE_OR_INF, default=1.0, help="1: Poisson; less: bursts; more: even."),
     click.option("--max-concurrency", type=COUNT, help="Most requests under way at once."),
     click.option("--ignore-eos", is_flag=True, help="Generate all tokens (random prompts always do)."),
     *(click.option(f"--{name.replace('_', '-')}", type=int if name == "top_k" else Number()) for name in _SAMPLING),
     click.option("--extra-body", callback=_object, metavar="JSON", help="Further fields of the HTTP body."),
-    click.option(
-        "--num-warmups", "warmups", type=click.IntRange(min=0), default=0, help="Requests before the measurement."
-    ),
-    click.option(
-        "--workers",
-        type=COUNT,
-        default=max(1, min(4, (os.cpu_count() or 1) // 4)),
-        show_default="a quarter of the cores, at most 4",
-        help="Client processes.",
-    ),
-    click.option(
-        "--percentile-metrics",
-        "selected",
-        type=Listed(click.Choice(list(NAMES))),
-        default="ttft,tpot,itl,e2el",
-        help="Latencies to show.",
-    ),
+    click.option("--num-warmups", "warmups", type=_NUMBER, default=0, help="Requests before the measurement."),
+    click.option("--workers", type=COUNT, default=WORKERS, show_default="a quarter of the cores, at most 4"),
+    click.option("--percentile-metrics", "selected", type=Listed(click.Choice(LATENCIES)), default=",".join(LATENCIES)),
     click.option("--metric-percentiles", "percentiles", type=Listed(Number(min=0, max=100)), default="50,95,99"),
     click.option("--disable-tqdm", is_flag=True, help="No progress bar."),
     click.option("--label", help="Name of this run in the result file."),
-    click.option(
-        "--metadata",
-        "about",
-        multiple=True,
-        callback=_pairs,
-        metavar="KEY=VALUE",
-        help="Kept in the result file (several).",
-    ),
+    _pair("--metadata", "about", help="Kept in the result file (several)."),
     click.option("--result-dir", type=click.Path(file_okay=False, path_type=Path), default=Path()),
     click.option("--fail-on-error", is_flag=True, help="Exit status 1 when a request failed."),
     # `--goodput a:1 b:2`: what follows the option's first value.

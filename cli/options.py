@@ -70,6 +70,11 @@ def several(flag: str, help: str, *aliases: str, **settings: Any) -> Decorator[A
     return option(flag, help, *aliases, f"{flag.removeprefix('--').replace('-', '_')}s", multiple=True, **settings)
 
 
+def switch(flag: str, help: str, *, default: bool = False) -> Decorator[Any]:
+    """An option --FLAG that --no-FLAG turns off."""
+    return option(f"{flag}/--no-{flag.removeprefix('--')}", help, default=default)
+
+
 def together(*decorators: Decorator[Any]) -> Decorator[Any]:
     """One decorator out of several; the help lists their options in this order."""
     return lambda command: reduce(lambda inner, outer: outer(inner), reversed(decorators), command)
@@ -77,6 +82,8 @@ def together(*decorators: Decorator[Any]) -> Decorator[Any]:
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
+_COUNT = click.IntRange(min=1)
+_SECONDS = click.FloatRange(min=0, min_open=True)
 existing_file = click.Path(exists=True, dir_okay=False, path_type=Path)
 port = click.IntRange(0, 65535)
 
@@ -93,7 +100,7 @@ server = together(
     option("--host", "Address to listen on. Anything but loopback needs an API key.", default="127.0.0.1"),
     several("--api-key", "Key that callers must bring (several may be given). Prefer the variable."),
     option("--api-key-file", "File of keys, hashed and by tenants; see `fulcrum key`.", type=existing_file),
-    option("--request-timeout", "Seconds after which a request is ended.", type=click.FloatRange(min=0, min_open=True)),
+    option("--request-timeout", "Seconds after which a request is ended.", type=_SECONDS),
     option("--grace", "Seconds that running requests get when it ends.", default=30.0, type=click.FloatRange(min=0)),
     restarts,
     option("--otlp-endpoint", "OpenTelemetry collector (OTLP over HTTP) for traces.", metavar="URL"),
@@ -110,7 +117,7 @@ grpc_server = together(
 workers = option(
     "--workers",
     "Gateway processes that share the HTTP port.",
-    type=click.IntRange(min=1),
+    type=_COUNT,
     show_default="1; of serve on CUDA 6 of 16 cores, fewer in proportion",
 )
 http_server = together(
@@ -120,7 +127,7 @@ http_server = together(
     option("--https-client-ca", "PEM authorities: clients must have a certificate of theirs.", type=existing_file),
     workers,
     several("--cors-origin", "Origin that browsers may call from (several may be given; * is any)."),
-    option("--access-log/--no-access-log", "Log a line for each HTTP request.", default=False),
+    switch("--access-log", "Log a line for each HTTP request."),
 )
 engine_tls = together(
     option("--engine-ca", "PEM authorities of engines that speak TLS.", type=existing_file),
@@ -144,12 +151,12 @@ _ENGINE = inspect.signature(EngineConfig).parameters
 
 def setting(name: str, help: str, **settings: Any) -> Decorator[Any]:
     """The option of a field of EngineConfig: its default, its choices and whether it is a switch are the field's."""
-    flag, kind = f"--{name.replace('_', '-')}", _ENGINE[name].annotation
+    flag, kind, default = f"--{name.replace('_', '-')}", _ENGINE[name].annotation, _ENGINE[name].default
     if kind is bool:
-        flag += f"/--no-{flag.removeprefix('--')}"
-    elif get_origin(kind) is Literal:
+        return switch(flag, help, default=default)
+    if get_origin(kind) is Literal:
         settings["type"] = click.Choice(get_args(kind))
-    return option(flag, help, **{"default": _ENGINE[name].default} | settings)
+    return option(flag, help, **{"default": default} | settings)
 
 
 engine_settings = together(
@@ -161,9 +168,7 @@ engine_settings = together(
         "Bytes (2GiB) or a fraction (0.9): on CUDA for everything, on the CPU for the KV pool (2GiB if unset).",
         type=Budget(),
     ),
-    setting(
-        "max_model_len", "Longest prompt and completion together, in tokens.", type=int, show_default="the model's"
-    ),
+    setting("max_model_len", "Most tokens of prompt and completion.", type=int, show_default="the model's"),
     setting("page_size", "Tokens in a page of the KV pool."),
     setting("max_num_seqs", "Most sequences in one step.", type=int, show_default="256; 1024 on CUDA"),
     setting("max_num_batched_tokens", "Token budget of one step.", type=int, show_default="2048; 1152 on CUDA"),
@@ -184,12 +189,7 @@ engine_settings = together(
         "ngram: guess tokens from what stood before and verify several in one step; the text stays the same.",
     ),
     setting("speculative_length", "Most tokens guessed for a sequence in a step."),
-    setting(
-        "speculative_window",
-        "Shortest and longest run of tokens whose last occurrence is looked for.",
-        type=Window(),
-        show_default="2,4",
-    ),
+    setting("speculative_window", "Shortest and longest run looked for, in tokens.", type=Window(), show_default="2,4"),
     setting("look_ahead", "Requests that do not fit and may be passed by; 0: first come."),
     setting("overlap", "CUDA: launch a step before the last one is read back."),
     setting("cuda_graphs", "CUDA: replay recorded steps."),
@@ -225,31 +225,15 @@ service_settings = together(
     option("--metrics-port", "Serves the engine's Prometheus metrics here.", type=port, show_default="not served"),
     option("--metrics-host", "Address of --metrics-port, where nobody is asked for a key.", default="127.0.0.1"),
     option(
-        "--grammar-timeout",
-        "Seconds that the compilation of a JSON schema, regex or grammar may take.",
-        default=10.0,
-        type=click.FloatRange(min=0, min_open=True),
+        "--grammar-timeout", "Seconds that compiling a schema, regex or grammar may take.", default=10.0, type=_SECONDS
     ),
-    option(
-        "--max-priority",
-        "Highest priority of callers whose key does not say.",
-        type=int,
-        show_default="any; 0 with keys",
-    ),
-    option(
-        "--log-requests/--no-log-requests",
-        "Log each accepted request, prompt and all (else no log holds any text).",
-        default=False,
-    ),
-    option(
-        "--share-prefixes/--no-share-prefixes",
-        "Share cached prefixes between tenants too, where a request has no salt.",
-        default=False,
-    ),
+    option("--max-priority", "Highest of callers whose key does not say.", type=int, show_default="any; 0 with keys"),
+    switch("--log-requests", "Log each accepted request, prompt and all (else no log holds any text)."),
+    switch("--share-prefixes", "Share cached prefixes between tenants too, where a request has no salt."),
     option(
         "--service-workers",
         "Processes that share the gRPC port.",
-        type=click.IntRange(min=1),
+        type=_COUNT,
         show_default="1; on CUDA 5 of 16 cores, fewer in proportion",
     ),
 )
@@ -260,31 +244,27 @@ batch = together(
     option(
         "--max-concurrency",
         "Requests that run together.",
-        type=click.IntRange(min=1),
+        type=_COUNT,
         show_default="--max-num-seqs; 64 with --base-url",
     ),
     option(
         "--request-timeout",
         "Seconds after which a request is ended; its row is an error then.",
         default=86400.0,
-        type=click.FloatRange(min=0, min_open=True),
+        type=_SECONDS,
     ),
-    option("--fail-on-error/--no-fail-on-error", "Exit status 1 if a row is an error.", default=False),
+    switch("--fail-on-error", "Exit status 1 if a row is an error."),
     option("--log-level", "Least level logged, of its own server.", default="warning", type=log_levels),
-    option("--progress/--no-progress", "Draw a progress bar where standard error is a terminal.", default=True),
+    switch("--progress", "Draw a progress bar where standard error is a terminal.", default=True),
 )
 
 # For commands that answer in the terminal.
 sampling = together(
     option("--system", "System prompt.", metavar="TEXT"),
-    option(
-        "--max-tokens", "Most tokens to generate.", type=click.IntRange(min=1), show_default="what the window holds"
-    ),
+    option("--max-tokens", "Most tokens to generate.", type=_COUNT, show_default="what the window holds"),
     option("--temperature", "0 is greedy.", type=float, show_default="the model's"),
     option("--top-p", "Keep the likeliest tokens up to this probability.", type=float, show_default="the model's"),
-    option(
-        "--top-k", "Keep this many of the likeliest tokens.", type=click.IntRange(min=0), show_default="the model's"
-    ),
-    option("--seed", "Same seed, same answer.", type=click.IntRange(min=0)),
+    option("--top-k", "Keep so many of the likeliest tokens.", type=click.IntRange(0), show_default="the model's"),
+    option("--seed", "Same seed, same answer.", type=click.IntRange(0)),
     option("--stop", "Ends the answer (several may be given).", multiple=True),
 )

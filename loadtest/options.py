@@ -1,6 +1,7 @@
 """Kinds of command-line options that load tests share."""
 
 import math
+import os
 from typing import Any, Generic, TypeVar
 
 import click
@@ -40,3 +41,5 @@ class Listed(click.ParamType[tuple[_Value, ...]], Generic[_Value]):
 COUNT = click.IntRange(min=1)
 POSITIVE = Number(min=0, min_open=True)
 POSITIVE_OR_INF = Number(min=0, min_open=True, infinite=True)
+WORKERS = max(1, min(4, (os.cpu_count() or 1) // 4))
+"""Processes of a client, where nobody says."""

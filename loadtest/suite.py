@@ -5,7 +5,6 @@ this machine, and writes a result file for each run: that of `fulcrum bench serv
 """
 
 import math
-import os
 import shlex
 import signal
 import statistics
@@ -20,7 +19,7 @@ from typing import Any
 import click
 
 from loadtest.datasets import Sampling
-from loadtest.options import COUNT, POSITIVE, POSITIVE_OR_INF
+from loadtest.options import COUNT, POSITIVE, POSITIVE_OR_INF, WORKERS
 from loadtest.records import Chain, Fields, LoadTestError
 from loadtest.report import check_folder, read_result, save
 from loadtest.serve import LoadTest
@@ -264,7 +263,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--seconds", type=POSITIVE, default=300.0, show_default=True, help="How long card24 begins requests.")
 @click.option("--time-limit", type=POSITIVE_OR_INF, default=math.inf, help="Seconds for all, servers' starts included.")
 @click.option("--start-seconds", type=POSITIVE, default=300.0, show_default=True, help="For a server's start.")
-@click.option("--workers", type=COUNT, default=max(1, min(4, (os.cpu_count() or 1) // 4)), show_default=True)
+@click.option("--workers", type=COUNT, default=WORKERS, show_default=True)
 @click.option("--reference", "reference_file", type=_FILE, default=REFERENCE)
 @click.option("--commit", help="For the result files, where this is a copy without git.")
 @click.option("--gate", "gated", is_flag=True, help="Say which of the project's targets are met.")
