@@ -3,7 +3,6 @@
 import itertools
 import time
 from collections.abc import Iterable
-from itertools import pairwise
 from urllib.parse import urlsplit
 
 import grpc
@@ -71,8 +70,7 @@ class GrpcClient:
         finally:
             call.cancel()
         record.text = "".join(pieces)
-        if times:
-            record.ttft, record.itls = times[0] - record.start, [later - one for one, later in pairwise(times)]
+        record.heard(times)
         if not record.error and not finished:
             record.error = "truncated: the stream ended without usage"
         elif not record.error and not (times and record.output_tokens):

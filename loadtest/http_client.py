@@ -58,7 +58,8 @@ class Answer:
     def __init__(self, record: Record) -> None:
         self._record = record
         self._rest = b""
-        self._last: float | None = None
+        self._times: list[float] = []
+        self._pieces: list[str] = []
         self._ending: float | None = None  # when a chunk without text told the reason
         self._finished = self._done = False
 
@@ -73,18 +74,19 @@ class Answer:
     def close(self, now: float, whole: bool | None) -> None:
         """The stream has ended, `whole` or not by its framing (None: it has none): judges whether all of it came."""
         self.feed(b"\n", now)
-        record = self._record
+        record, times = self._record, self._times
         if record.error:
             return
         # The token that ended the answer has no text: an event, where the server counts it among the tokens.
-        events = 0 if self._last is None else 1 + len(record.itls)
-        if self._ending is not None and record.output_tokens and (not events or record.output_tokens == events + 1):
-            self._token(self._ending)
+        if self._ending is not None and record.output_tokens and len(times) in (0, record.output_tokens - 1):
+            times.append(self._ending)
+        record.heard(times)
+        record.text = "".join(self._pieces)
         if not self._finished:
             record.error = "truncated: the stream ended without a finish reason"
         elif not (self._done if whole is None else whole):
             record.error = "truncated: the connection ended before the stream"
-        elif self._last is None or record.output_tokens == 0:
+        elif not times or record.output_tokens == 0:
             record.error = "empty: the answer has no tokens"
 
     def _event(self, payload: bytes, now: float) -> None:
@@ -120,23 +122,14 @@ class Answer:
             text = delta.content or delta.reasoning or delta.reasoning_content or ""
         last = bool(choice.finish_reason)  # some servers send an empty one before
         self._finished |= last
-        record.text += text
+        self._pieces.append(text)
         # An empty text may be a token (half a character, a special token). But a chunk that only names the role is
         # none; whether one that only tells the reason is one shows in the end.
-        if text or (delta is not None and delta.tool_calls):
-            self._token(now)
-        elif last:
+        called = delta is not None and delta.tool_calls
+        if last and not (text or called):
             self._ending = now
-        elif delta is None or not delta.role:
-            self._token(now)
-
-    def _token(self, now: float) -> None:
-        record = self._record
-        if self._last is None:
-            record.ttft = now - record.start
-        else:
-            record.itls.append(now - self._last)
-        self._last = now
+        elif text or called or delta is None or not delta.role:
+            self._times.append(now)
 
 
 class _Connection(asyncio.Protocol):

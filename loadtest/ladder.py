@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import msgspec
@@ -206,16 +206,11 @@ def run(
             if update.finish is None and len(answers[number]) >= jobs[number].output_len:
                 scheduler.end_sequence(update.request_id, 0)
     duration = time.perf_counter() - began
-    records = [
-        Record(
-            ttft=at[0] - began,
-            itls=[later - earlier for earlier, later in pairwise(at)],
-            latency=at[-1] - began,
-            prompt_tokens=len(job.prompt),
-            output_tokens=len(answer),
-        )
-        for job, at, answer in zip(jobs, times, answers, strict=True)
-    ]
+    records = []
+    for job, at, answer in zip(jobs, times, answers, strict=True):
+        record = Record(start=began, latency=at[-1] - began, prompt_tokens=len(job.prompt), output_tokens=len(answer))
+        record.heard(at)
+        records.append(record)
     figures, stats = metrics(records, duration, (50, 99)), scheduler.stats
     counted = {name: getattr(stats, name) for name in ("steps", "preemptions", "prefix_hit_tokens")}
     return {name: figures[name] for name in _FIGURES} | {"peak_running": peak} | counted, answers

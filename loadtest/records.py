@@ -1,6 +1,8 @@
 """The records of a load test: what is asked, and what came of it. Plain data: knows no network and no arithmetic."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import click
@@ -75,6 +77,11 @@ class Record:
     cached_tokens: int = 0
     text: str = ""
     error: str = ""
+
+    def heard(self, times: Sequence[float]) -> None:
+        """Takes the times of its events."""
+        if times:
+            self.ttft, self.itls = times[0] - self.start, [later - one for one, later in pairwise(times)]
 
 
 @dataclass(frozen=True, slots=True)
