@@ -1,6 +1,6 @@
 # One image for both halves; the command chooses: `engine`, `gateway` or (the default) `serve`.
 #   docker build -t fulcrum .
-#   docker run --rm -p 127.0.0.1:8000:8000 -p 127.0.0.1:50051:50051 -e FULCRUM_API_KEY=choose-one fulcrum
+#   docker run --rm --stop-timeout 45 -p 127.0.0.1:8000:8000 -p 127.0.0.1:50051:50051 -e FULCRUM_API_KEY=choose-one fulcrum
 FROM python:3.12-slim
 
 # The usual torch wheel runs on CUDA and on CPUs. For a smaller image without CUDA:

@@ -22,7 +22,7 @@ from engine.kept import Kept, ProcessDied
 # What the end of a drained process may take, beside the grace: last words to clients, the end of the core.
 STOP_SECONDS = 15.0
 # What a process that was told to end at once may take to do it cleanly.
-_HURRY_SECONDS = 3.0
+HURRY_SECONDS = 3.0
 # What a process whose parent has gone gives its callers to hear of it: another may already wait for its port.
 _ORPHAN_SECONDS = 1.0
 
@@ -88,7 +88,7 @@ class Child(Kept):
             await first(process.wait(), hurry.wait(), deadline=grace)
         if process.returncode is None:
             process.send_signal(signal.SIGINT)  # the second signal: end at once, but cleanly
-            await first(process.wait(), deadline=_HURRY_SECONDS)
+            await first(process.wait(), deadline=HURRY_SECONDS)
         self._end_group()
         await process.wait()
 
@@ -141,7 +141,7 @@ class Parent:
 def _end_with_parent(lifeline: int) -> None:
     os.read(lifeline, 1)
     # A drain is no longer wanted, only a clean end.
-    for number, pause in ((signal.SIGTERM, _ORPHAN_SECONDS), (signal.SIGINT, _HURRY_SECONDS)):
+    for number, pause in ((signal.SIGTERM, _ORPHAN_SECONDS), (signal.SIGINT, HURRY_SECONDS)):
         os.kill(os.getpid(), number)
         time.sleep(pause)
     os.killpg(0, signal.SIGKILL)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from cli.banner import reachable
-from cli.child import STOP_SECONDS, Child
+from cli.child import HURRY_SECONDS, STOP_SECONDS, Child
 from cli.report import EngineReport
 from cli.signals import StopSignals, unless
 from engine.own_folder import OwnFolder
@@ -77,7 +77,8 @@ async def running(
             await unless(_healthy(**serves), signals.stopped(), engine.died(), gateway.died())
             yield Both(report, serves["address"], engine, gateway)
         finally:
-            end = asyncio.get_running_loop().time() + grace + STOP_SECONDS
+            # This process is given STOP_SECONDS beside the grace, and each child may need to be hurried.
+            end = asyncio.get_running_loop().time() + grace + STOP_SECONDS - 2 * HURRY_SECONDS
             for child in reversed(children):
                 await child.stop(max(0.0, end - asyncio.get_running_loop().time()), signals.hurry)
 
