@@ -108,7 +108,9 @@ class ResponsesFormat(Format):
 
     def keep(self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece], logprobs: Logprobs) -> int:
         """The response goes on, as in a stream."""
-        return len(self.parts(index, text, reasoning, calls, logprobs))
+        events = self.parts(index, text, reasoning, calls, logprobs)
+        # Events are many times as long as a token; logprobs, of which these are mostly made, are kept.
+        return len(events) if logprobs else len(text) + len(reasoning) + sum(len(call.arguments) for call in calls)
 
     def whole(self, endings: list[Ending], counts: TokenCounts) -> Iterator[str]:
         """The answer, in pieces."""

@@ -9,7 +9,9 @@ import httpx
 import pytest
 
 from fulcrum.v1 import inference_pb2 as pb
-from gateway.sse import CompletionFormat, Echo, Ending, Head, TokenCounts
+from gateway.responses_format import ResponsesFormat
+from gateway.responses_schema import ResponsesRequest
+from gateway.sse import CallPiece, CompletionFormat, Echo, Ending, Head, TokenCounts
 from gateway.structure import Structure
 
 TEXT = {"type": "text", "text": "x"}
@@ -160,6 +162,17 @@ def test_an_answer_of_more_than_64_mib_is_cancelled_unless_it_is_streamed(http, 
         return
     with http.stream("POST", f"{gateway}{path}", json=body | {"stream": True}) as stream:
         assert sum(map(len, stream.iter_bytes())) > 72 << 20
+
+
+def test_a_whole_response_is_as_large_as_what_it_says():
+    """Not as the events of a stream would be, which take 200 characters more for each token."""
+    form = ResponsesFormat(Head("id", 1, "m", "f"), ResponsesRequest(input="p"))
+    assert sum(form.keep(0, "", "think", (), ()) for _ in range(1000)) < 6000
+    assert sum(form.keep(0, "words", "", (), ()) for _ in range(1000)) < 6000
+    call = CallPiece(0, "c", "f", "")
+    assert sum(form.keep(0, "", "", [call._replace(arguments="[[[[[")], ()) for _ in range(1000)) < 6000
+    entry = len('{"token":"a","logprob":-0.5,"bytes":[97],"top_logprobs":[]}')
+    assert sum(form.keep(0, "a", "", (), [token(b"a")]) for _ in range(1000)) > 1000 * entry
 
 
 @pytest.mark.parametrize("cut", [1, 3, 1000])
