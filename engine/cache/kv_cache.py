@@ -8,7 +8,7 @@ are only ever appended to.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from engine.cache.pool import IntegrityError, PagePool
+from engine.cache.pool import PagePool, check
 from engine.cache.radix import NodeView, RadixTree
 from engine.sequence import Sequence
 
@@ -37,11 +37,6 @@ class KVCache:
         self._pool = PagePool(num_pages)
         self._tree = RadixTree(self._pool, page_size)
         self._prefix_cache = prefix_cache
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of the pool."""
-        return self._pool.num_pages
 
     @property
     def num_free(self) -> int:
@@ -155,7 +150,7 @@ class KVCache:
         tables = [page for sequence in holders for page in sequence.pages]
         self._pool.check_integrity([*self._tree.pages(), *tables])
         self._tree.check_integrity([sequence.node for sequence in holders if sequence.node is not None])
-        if len(set(tables) | set(self._tree.pages())) + self._pool.num_free != self._pool.num_pages:
-            raise IntegrityError("free, cached and used pages are not all pages")
-        if any(self.missing(sequence, sequence.num_computed) > 0 for sequence in holders):
-            raise IntegrityError("a sequence has computed tokens without pages")
+        held = len({*tables, *self._tree.pages()})
+        check(held + self._pool.num_free == self._pool.num_pages, "free, cached and used pages are not all pages")
+        covered = all(self.missing(sequence, sequence.num_computed) <= 0 for sequence in holders)
+        check(covered, "a sequence has computed tokens without pages")

@@ -7,6 +7,12 @@ class IntegrityError(AssertionError):
     """The books of pool, tree and sequences disagree: a bug in the engine."""
 
 
+def check(right: bool, message: str) -> None:
+    """Raises: IntegrityError where something is not right."""
+    if not right:
+        raise IntegrityError(message)
+
+
 class PagePool:
     """Hands out pages 0 to num_pages - 1.
 
@@ -74,8 +80,7 @@ class PagePool:
         expected = [0] * self.num_pages
         for page in holders:
             expected[page] += 1
-        if expected != self._references:
-            wrong = [page for page in range(self.num_pages) if expected[page] != self._references[page]]
-            raise IntegrityError(f"references are wrong for pages {wrong[:10]}")
-        if sorted(self._free) != [page for page in range(self.num_pages) if not expected[page]]:
-            raise IntegrityError("the free list is not the list of the pages that nobody holds")
+        wrong = [page for page in range(self.num_pages) if expected[page] != self._references[page]]
+        check(not wrong, f"references are wrong for pages {wrong[:10]}")
+        free = [page for page in range(self.num_pages) if not expected[page]]
+        check(sorted(self._free) == free, "the free list is not the list of the pages that nobody holds")

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from engine.cache.pool import IntegrityError, PagePool
+from engine.cache.pool import PagePool, check
 
 
 class NodeView(NamedTuple):
@@ -77,31 +77,15 @@ class RadixTree:
         Returns: the node that it ends in (give it back with `unlock`), and its pages (share them to keep them).
         """
         node, pages = self._root, list[int]()
-        while len(pages) < limit:
-            child = node.children.get(self._key(salt, tokens, len(pages)))
-            if child is None:
-                break
-            length = self._common(child, salt, tokens, limit)
-            node = self._split(child, length) if length < len(child.pages) else child
+        for child, length in self._walk(node, salt, tokens, 0, limit):
+            node = self._split(child, length)
             pages += node.pages
-            if node is not child:
-                break
         self.lock(node)
         return node, pages
 
     def match(self, salt: str, tokens: Sequence[int], limit: int) -> int:
         """How many pages `acquire` would find; nothing is locked, split or made more recent."""
-        node, found = self._root, 0
-        while found < limit:
-            child = node.children.get(self._key(salt, tokens, found))
-            if child is None:
-                break
-            length = self._common(child, salt, tokens, limit)
-            found += length
-            if length < len(child.pages):
-                break
-            node = child
-        return found
+        return sum(length for _, length in self._walk(self._root, salt, tokens, 0, limit))
 
     def extend(self, node: Node, salt: str, tokens: Sequence[int], pages: Sequence[int]) -> Node:
         """Puts the pages that follow the prefix ending in `node` into the tree, and moves the caller's lock to the end.
@@ -113,15 +97,10 @@ class RadixTree:
         """
         if node.detached:
             return node
-        first = node.start + len(node.pages)
+        first = at = node.start + len(node.pages)
         end = first + len(pages)
-        at = first
-        while at < end:
-            child = node.children.get(self._key(salt, tokens, at))
-            if child is None:
-                break
-            length = self._common(child, salt, tokens, end)
-            node = self._split(child, length) if length < len(child.pages) else child
+        for child, length in self._walk(node, salt, tokens, first, end):
+            node = self._split(child, length)
             self._lock_one(node)
             at += length
         if at < end:
@@ -139,29 +118,22 @@ class RadixTree:
 
     def lock(self, node: Node) -> None:
         """One more sequence has its cached prefix end in `node`."""
-        step: Node | None = node
-        while step is not None:
+        for step in _upwards(node):
             self._lock_one(step)
-            step = step.parent
 
     def unlock(self, node: Node) -> None:
         """A sequence lets go of the prefix that ends in `node`; it becomes the most recently used."""
-        step: Node | None = node
-        while step is not None:
-            if not step.locks:
-                raise IntegrityError("a node is unlocked more often than locked")
+        for step in _upwards(node):
+            check(step.locks > 0, "a node is unlocked more often than locked")
             step.locks -= 1
             if not step.locks and not step.detached and step is not self._root:
                 self._idle[step] = None
                 self.num_idle += len(step.pages)
-            step = step.parent
 
     def count_hit(self, node: Node) -> None:
         """A request has begun with the prefix that ends in `node`."""
-        step: Node | None = node
-        while step is not None:
+        for step in _upwards(node):
             step.hits += 1
-            step = step.parent
 
     def evict(self, count: int) -> None:
         """Gives back up to `count` pages: the tails of the least recently used unlocked leaves."""
@@ -202,20 +174,29 @@ class RadixTree:
         ids = tuple(tokens[index * self._page_size : (index + 1) * self._page_size])
         return ids if index else (salt, ids)
 
-    def _common(self, node: Node, salt: str, tokens: Sequence[int], end: int) -> int:
-        """How many of the node's pages `tokens` agree with, before page `end`; at least 1, the key it was found by."""
-        length = 1
-        most = min(len(node.pages), end - node.start)
-        while length < most and node.keys[length] == self._key(salt, tokens, node.start + length):
-            length += 1
-        return length
+    def _walk(self, node: Node, salt: str, tokens: Sequence[int], at: int, end: int) -> Iterator[tuple[Node, int]]:
+        """The way of `tokens` below `node`, from page `at` to page `end`: each child, and how many of its pages agree.
+
+        The last may be one of which not all do; the caller may split it there.
+        """
+        while at < end and (child := node.children.get(self._key(salt, tokens, at))) is not None:
+            length, most = 1, min(len(child.pages), end - at)
+            while length < most and child.keys[length] == self._key(salt, tokens, at + length):
+                length += 1
+            ends = length < len(child.pages)
+            yield child, length
+            if ends:
+                return
+            node, at = child, at + length
 
     def _split(self, node: Node, length: int) -> Node:
-        """Parts the first `length` pages off into a new parent of `node`, and returns it.
+        """Parts the first `length` pages off into a new parent of `node`, and returns it; `node` if it has no more.
 
         `node` keeps its identity and its end, because locks are on ends. If it is unlocked, so is the new node, which
         has no place in `_idle` yet: the caller locks it at once.
         """
+        if length == len(node.pages):
+            return node
         assert node.parent is not None  # the root has no pages to split
         upper = Node(node.parent, node.start, node.keys[:length], node.pages[:length], node.locks)
         upper.hits = node.hits
@@ -284,32 +265,33 @@ class RadixTree:
         """
         locks: dict[Node, int] = {}
         for holder in locked:
-            step: Node | None = holder
-            while step is not None:
+            for step in _upwards(holder):
                 locks[step] = locks.get(step, 0) + 1
-                step = step.parent
         idle, place = 0, {node: position for position, node in enumerate(self._idle)}
         found = list(self._below(self._root))
         for node in found:
-            if node.locks != locks.get(node, 0):
-                raise IntegrityError(f"a node has {node.locks} locks, its holders are {locks.get(node, 0)}")
-            if node.detached or len(node.keys) != len(node.pages):
-                raise IntegrityError("a node in the tree is detached or has unequal keys and pages")
+            held = locks.get(node, 0)
+            check(node.locks == held, f"a node has {node.locks} locks, its holders are {held}")
+            whole = not node.detached and len(node.keys) == len(node.pages)
+            check(whole, "a node in the tree is detached or has unequal keys and pages")
             for key, child in node.children.items():
-                if child.parent is not node or child.keys[0] != key or child.start != node.start + len(node.pages):
-                    raise IntegrityError("a node is not where its parent has it")
-                if child.hits > node.hits:
-                    raise IntegrityError("a node has more hits than its parent")
-            if (node in place) != (node.locks == 0 and node is not self._root):
-                raise IntegrityError("unlocked and idle are not the same nodes")
-            if node in place:
-                self._check_idle(node, place)
+                found_by = child.parent, child.keys[0], child.start
+                check(found_by == (node, key, node.start + len(node.pages)), "a node is not where its parent has it")
+                check(child.hits <= node.hits, "a node has more hits than its parent")
+            unlocked = not node.locks and node is not self._root
+            check((node in place) == unlocked, "unlocked and idle are not the same nodes")
+            if unlocked:
+                before_its_parent = node.parent not in place or place[node] < place[node.parent]
+                check(before_its_parent, "an idle parent would be evicted before its child")
+                unshared = all(self._pool.references(page) == 1 for page in node.pages)
+                check(unshared, "a page of an unlocked node is held by a sequence")
                 idle += len(node.pages)
-        if idle != self.num_idle or not place.keys() <= set(found):
-            raise IntegrityError("the idle pages are not what the idle nodes have")
+        right = idle == self.num_idle and place.keys() <= set(found)
+        check(right, "the idle pages are not what the idle nodes have")
 
-    def _check_idle(self, node: Node, place: dict[Node, int]) -> None:
-        if node.parent in place and place[node.parent] < place[node]:
-            raise IntegrityError("an idle parent would be evicted before its child")
-        if any(self._pool.references(page) != 1 for page in node.pages):
-            raise IntegrityError("a page of an unlocked node is held by a sequence")
+
+def _upwards(node: Node | None) -> Iterator[Node]:
+    """The node and all above it."""
+    while node is not None:
+        yield node
+        node = node.parent
