@@ -3,42 +3,20 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.model.config import ModelConfig, read_json
 from engine.model.errors import ModelError
+from engine.model.gguf import GGUFCheckpoint
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _SHARD = re.compile(r"[\w.-]{1,200}\.safetensors", re.ASCII)
 
 
-class Checkpoint(Protocol):
-    """A model on disk.
-
-    Attributes:
-        path: the folder or file.
-        config: its shape.
-    """
-
-    path: Path
-    config: ModelConfig
-
-    @property
-    def total_bytes(self) -> int:
-        """Size of all tensors together."""
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, tensor), one in memory at a time. Raises ModelError for unreadable files."""
-
-    def file_of(self, name: str) -> Path:
-        """Which file a tensor that `tensors()` yielded is in."""
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path) -> "Checkpoint":
     """Opens a folder in Hugging Face layout or a GGUF file.
 
     Raises:
@@ -48,9 +26,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return FolderCheckpoint(path)
     if not path.exists():
         raise ModelError(f"{path}: no such file or folder")
-    # Late, as only GGUF files need its reader.
-    from engine.model.gguf import GGUFCheckpoint
-
     return GGUFCheckpoint(path)
 
 
@@ -72,7 +47,7 @@ class FolderCheckpoint:
         return sum(file.stat().st_size for file in self._files())
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors file by file.
+        """Yields (Hugging Face name, tensor), file by file, one in memory at a time.
 
         Raises:
             ModelError: a file is missing, truncated or holds other tensors than the index says.
@@ -114,3 +89,6 @@ class FolderCheckpoint:
                 raise ModelError(f"{self.path / file}: missing, but named in {INDEX}")
             files[self.path / file] = {name for name, where in weight_map.items() if where == file}
         return files
+
+
+Checkpoint = FolderCheckpoint | GGUFCheckpoint

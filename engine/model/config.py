@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from engine.model.errors import ModelError
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "divided"]
 
 # Files that break these are broken, or made to do harm.
 MAX_JSON_BYTES = 64 << 20
@@ -86,13 +86,15 @@ class RopeConfig:
     """Rotary position embeddings (arXiv:2104.09864), and how their frequencies are stretched.
 
     Args:
-        kind: "linear" divides all frequencies by factor; "llama3" only the low ones; "yarn" is arXiv:2309.00071.
+        kind: "linear" divides all frequencies by factor; "llama3" only the low ones; "yarn" is arXiv:2309.00071;
+            "divided" has a divisor for each frequency (GGUF has no more of llama3's).
         factor: how many times longer the context becomes.
         original_max_len: tokens, the context before the stretching ("llama3" and "yarn").
         low_freq_factor, high_freq_factor: "llama3" only.
         beta_fast, beta_slow: "yarn" only: rotations over the original context at which the ramp begins and ends.
         truncate: "yarn" only: whether the ramp's ends are rounded to whole dimensions.
         attention_factor: cos and sin are multiplied by it ("yarn"; else 1).
+        divisors: "divided" only: head_dim / 2.
     """
 
     theta: float
@@ -105,6 +107,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    divisors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +169,6 @@ class ModelConfig:
                 makes no sense. The message names it.
         """
         family = _family(config)
-        architecture = config["architectures"][0]
         _refuse_unsupported(config)
         hidden_size = _positive(config, "hidden_size")
         num_layers = _positive(config, "num_hidden_layers", most=MAX_LAYERS)
@@ -186,20 +188,16 @@ class ModelConfig:
         max_len = _positive(config, "max_position_embeddings")
         rope = _rope(config, max_len)
         attention_bias = family.bias_keys and _flag(config, "attention_bias")
-        eps = config.get("rms_norm_eps", 1e-6)
-        if not _is_number(eps) or eps <= 0:
-            raise ModelError(f"config.json: rms_norm_eps is {eps!r:.200}, not a positive number")
-        vocab_size = _positive(config, "vocab_size")
         return cls(
-            architecture=architecture,
-            vocab_size=vocab_size,
+            architecture=config["architectures"][0],
+            vocab_size=_positive(config, "vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=_positive(config, "intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=float(eps),
+            rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
             window=_window(rope, max_len),
             rope=rope,
             layer_windows=_layer_windows(config, family, num_layers),
@@ -291,56 +289,39 @@ def _rope(config: Mapping[str, Any], max_len: int) -> RopeConfig:
         raise ModelError(f"config.json: {key} is {given!r:.200}, not an object")
     if given and all(isinstance(value, dict) for value in given.values()):
         raise ModelError(f"config.json: {key} differs between layers, which is not supported")
-    theta = given.get("rope_theta", config.get("rope_theta"))
-    theta = 10000.0 if theta is None else theta
-    if not _is_number(theta) or theta <= 0:
-        raise ModelError(f"config.json: rope_theta is {theta!r:.200}, not a positive number")
+    theta = _number({"rope_theta": given.get("rope_theta", config.get("rope_theta"))}, "rope_theta", 10000.0)
     if given.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind == "default":
-        return RopeConfig(theta=float(theta))
 
     def number(name: str, default: float | None = None) -> float:
-        value = given.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise ModelError(f"config.json: {key} of type {kind!r} lacks {name}")
-        if not _is_number(value) or value <= 0:
-            raise ModelError(f"config.json: {name} of {key} is {value!r:.200}, not a positive number")
-        return float(value)
+        return _number(given, name, default, of=f"{key} of type {kind!r}")
 
     def original_length() -> int:
-        beside = config.get("original_max_position_embeddings")
-        if beside:
-            return _positive(config, "original_max_position_embeddings")
-        length = number("original_max_position_embeddings", max_len)
-        return _positive({"original_max_position_embeddings": int(length)}, "original_max_position_embeddings")
+        name = "original_max_position_embeddings"
+        return _positive(config if config.get(name) else given, name, max_len)
 
-    if kind == "linear":
-        return RopeConfig(float(theta), "linear", factor=number("factor"))
-    if kind == "llama3":
-        return RopeConfig(
-            float(theta),
-            "llama3",
-            factor=number("factor"),
-            original_max_len=original_length(),
-            low_freq_factor=number("low_freq_factor"),
-            high_freq_factor=number("high_freq_factor"),
-        )
-    if kind == "yarn":
-        original = original_length()
-        factor = number("factor", max_len / original)
-        return RopeConfig(
-            float(theta),
-            "yarn",
-            factor=factor,
-            original_max_len=original,
-            beta_fast=number("beta_fast", 32.0),
-            beta_slow=number("beta_slow", 1.0),
-            truncate=bool(given.get("truncate", True)),
-            attention_factor=number("attention_factor", _yarn_attention_factor(given, factor)),
-        )
+    match kind:
+        case "default":
+            return RopeConfig(theta)
+        case "linear":
+            return RopeConfig(theta, "linear", number("factor"))
+        case "llama3":
+            bands = number("low_freq_factor"), number("high_freq_factor")
+            return RopeConfig(theta, "llama3", number("factor"), original_length(), *bands)
+        case "yarn":
+            original = original_length()
+            factor = number("factor", max_len / original)
+            return RopeConfig(
+                theta,
+                "yarn",
+                factor,
+                original,
+                beta_fast=number("beta_fast", 32.0),
+                beta_slow=number("beta_slow", 1.0),
+                truncate=bool(given.get("truncate", True)),
+                attention_factor=number("attention_factor", _yarn_attention_factor(given, factor)),
+            )
     raise ModelError(f"config.json: rope type {kind!r:.200} is not supported; supported: default, linear, llama3, yarn")
 
 
@@ -350,12 +331,8 @@ def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    own, of_all = given.get("mscale"), given.get("mscale_all_dim")
-    if own and of_all:
-        for name in ("mscale", "mscale_all_dim"):
-            if not _is_number(given[name]) or given[name] <= 0:
-                raise ModelError(f"config.json: {name} is {given[name]!r:.200}, not a positive number")
-        return mscale(own) / mscale(of_all)
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return mscale(_number(given, "mscale")) / mscale(_number(given, "mscale_all_dim"))
     return mscale(1.0)
 
 
@@ -381,6 +358,17 @@ def _positive(config: Mapping[str, Any], name: str, default: int | None = None, 
     if value > most:
         raise ModelError(f"config.json: {name} is above {most}")
     return value
+
+
+def _number(config: Mapping[str, Any], name: str, default: float | None = None, of: str = "") -> float:
+    """A positive number. `of`: where in the file it is."""
+    value = config.get(name)
+    value = default if value is None else value
+    if value is None:
+        raise ModelError(f"config.json: {of} lacks {name}")
+    if not _is_number(value) or value <= 0:
+        raise ModelError(f"config.json: {name}{of and ' of '}{of} is {value!r:.200}, not a positive number")
+    return float(value)
 
 
 def _flag(config: Mapping[str, Any], name: str) -> bool:

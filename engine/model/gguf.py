@@ -6,6 +6,7 @@ Knows neither the layers that the weights go into nor what the tokenizer's metad
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -14,11 +15,13 @@ import torch
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, RopeConfig
 from engine.model.errors import ModelError
-from engine.model.gguf_config import ROPE_FACTORS, generation_config, hf_config, llama3_scaling
+from engine.model.gguf_config import generation_config, hf_config
 from engine.model.gguf_header import TensorInfo, read_gguf
 
+# Part of the configuration, not of the weights: how Llama 3 stretches its context.
+ROPE_DIVISORS = "rope_freqs.weight"
 TENSORS = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -52,10 +55,14 @@ class GGUFCheckpoint:
         self._infos = file.tensors
         self._check_kinds()
         self._dimensions = hf_config(self.metadata, self._infos, path)
-        if ROPE_FACTORS in self._infos:
-            factors = self._read(self._infos.pop(ROPE_FACTORS)).double().numpy()
-            self._dimensions["rope_scaling"] = llama3_scaling(factors, self._dimensions, path)
         self.config = ModelConfig.from_hf(self._dimensions, generation_config(self.metadata))
+        if ROPE_DIVISORS in self._infos:
+            divisors = self._read(self._infos.pop(ROPE_DIVISORS)).flatten().tolist()
+            # Positive, and no infinities or NaN.
+            if len(divisors) != self.config.head_dim // 2 or not all(1e-6 < one < 1e6 for one in divisors):
+                raise ModelError(f"{path}: tensor {ROPE_DIVISORS} does not hold a divisor for each frequency")
+            rope = RopeConfig(self.config.rope.theta, "divided", divisors=tuple(divisors))
+            self.config = replace(self.config, rope=rope)
 
     @property
     def total_bytes(self) -> int:

@@ -5,9 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from engine.model.errors import ModelError
 from engine.model.gguf_header import TensorInfo
 
@@ -17,9 +14,6 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
-
-# Part of the configuration, not of the weights.
-ROPE_FACTORS = "rope_freqs.weight"
 
 
 def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], path: Path) -> dict[str, Any]:
@@ -152,45 +146,4 @@ def _rope_scaling(metadata: Mapping[str, Any], arch: str, path: Path) -> dict[st
             if value := metadata.get(f"{arch}.rope.scaling.yarn_{name}"):
                 scaling[name] = value
         return scaling
-    raise ModelError(f"{path}: the rope scaling {kind!r:.200} is not supported; supported: linear, yarn, llama3")
-
-
-def llama3_scaling(factors: NDArray[np.float64], config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Finds the parameters of Llama 3's rope scaling, of which GGUF stores only the divisors of the frequencies.
-
-    Between the two bands, 1/divisor = (1 - s)/factor + s with s = (old / wavelength - low) / (high - low): a straight
-    line in the frequency, which two points fix. `old` can be chosen freely, as only old/low and old/high have effect.
-
-    Args:
-        factors: divisors, float64[head_dim / 2].
-    """
-    dim = config["head_dim"]
-    if factors.shape != (dim // 2,):
-        raise ModelError(f"{path}: tensor {ROPE_FACTORS} has the shape {factors.shape}, not {(dim // 2,)}")
-    # Positive, and no infinities or NaN.
-    if not ((factors > 1e-6) & (factors < 1e6)).all():
-        raise ModelError(f"{path}: tensor {ROPE_FACTORS} holds factors that make no sense")
-    frequencies = config["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
-    factor, old = _decimal(factors.max(), 5), 8192
-    low, high = 1.0, 4.0  # Llama 3.1 and 3.2
-
-    def divisors() -> NDArray[np.float64]:
-        smooth = np.clip((old * frequencies / (2 * math.pi) - low) / (high - low), 0, 1)
-        divisor: NDArray[np.float64] = 1 / ((1 - smooth) / factor + smooth)
-        return divisor
-
-    between = (factors > 1 + 1e-5) & (factors < factor * (1 - 1e-5))
-    if not np.allclose(divisors(), factors, rtol=1e-5) and between.sum() >= 2:
-        smooth = (1 / factors[between] - 1 / factor) / (1 - 1 / factor)
-        slope, offset = np.polyfit(frequencies[between], smooth, 1)
-        width = old / (2 * math.pi * slope)
-        low, high = _decimal(-offset * width, 5), _decimal((1 - offset) * width, 5)
-    if not np.allclose(divisors(), factors, rtol=1e-4):
-        raise ModelError(f"{path}: tensor {ROPE_FACTORS} holds other factors than Llama 3's rope scaling")
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": old,
-    }
+    raise ModelError(f"{path}: the rope scaling {kind!r:.200} is not supported; supported: linear, yarn")

@@ -25,19 +25,10 @@ MAX_ARRAY_DEPTH = 4
 # Ten times what the largest vocabularies take; a list may take 32 bytes for each of these.
 MAX_HEADER_BYTES = 128 << 20
 
+# By their numbers in GGUFValueType.
 SCALARS = {
-    GGUFValueType.UINT8: "<u1",
-    GGUFValueType.INT8: "<i1",
-    GGUFValueType.UINT16: "<u2",
-    GGUFValueType.INT16: "<i2",
-    GGUFValueType.UINT32: "<u4",
-    GGUFValueType.INT32: "<i4",
-    GGUFValueType.FLOAT32: "<f4",
-    GGUFValueType.BOOL: "|b1",
-    GGUFValueType.UINT64: "<u8",
-    GGUFValueType.INT64: "<i8",
-    GGUFValueType.FLOAT64: "<f8",
-}
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +80,7 @@ class _Cursor:
 
     def number(self, form: str) -> int:
         """Reads an unsigned number; `form` is of `struct`."""
-        start = self.take(struct.calcsize(form))
-        return int(struct.unpack_from(form, self.data, start)[0])
+        return int(struct.unpack_from(form, self.data, self.take(struct.calcsize(form)))[0])
 
     def text(self) -> str:
         """Reads a length and that many bytes of UTF-8."""
@@ -112,15 +102,14 @@ class _Cursor:
             if inner in SCALARS:
                 return self.numbers(inner, count)
             return [self.value(inner, depth + 1) for _ in range(count)]
+        if kind not in SCALARS:
+            raise ModelError(f"{self.path}: broken GGUF header, unknown value type {kind} at byte {self.at}")
         return self.numbers(kind, 1)[0]
 
     def numbers(self, kind: int, count: int) -> list[Any]:
-        """Reads `count` scalars of a GGUFValueType."""
-        if kind not in SCALARS:
-            raise ModelError(f"{self.path}: broken GGUF header, unknown value type {kind} at byte {self.at}")
-        dtype = np.dtype(SCALARS[GGUFValueType(kind)])
-        start = self.take(count * dtype.itemsize)
-        values: list[Any] = np.frombuffer(self.data, dtype, count, start).tolist()
+        """Reads `count` scalars of a kind."""
+        dtype = np.dtype(SCALARS[kind])
+        values: list[Any] = np.frombuffer(self.data, dtype, count, self.take(count * dtype.itemsize)).tolist()
         return values
 
 

@@ -21,6 +21,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
             return _llama3(frequencies, rope)
         case "yarn":
             return _yarn(frequencies, rope, head_dim)
+        case "divided":
+            return frequencies / torch.tensor(rope.divisors)
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
