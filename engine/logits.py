@@ -1,9 +1,9 @@
 """User logits processors: what they are called with, and how they are found. Knows nothing of sampling."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -60,25 +60,19 @@ def load_logits_processors(specs: Sequence[str], *, vocab_size: int, device: tor
 
 def _load(spec: str, vocab_size: int, device: torch.device) -> LogitsProcessor:
     module_name, colon, class_name = spec.partition(":")
-    names = (*module_name.split("."), class_name)
-    if not colon or not all(name.isidentifier() for name in names):
+    if not colon or not all(name.isidentifier() for name in (*module_name.split("."), class_name)):
         raise ValueError(f"logits processor {spec!r}: must be of the form package.module:Class")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever the user's module does while it is imported
         raise ValueError(f"logits processor {spec!r}: cannot import {module_name}: {error!r}") from error
-    if not hasattr(module, class_name):
-        raise ValueError(f"logits processor {spec!r}: {module_name} has no {class_name}")
-    make = getattr(module, class_name)
-    if not callable(make):
-        raise ValueError(f"logits processor {spec!r}: {class_name} is not callable")
     try:
-        processor = cast(Callable[..., object], make)(vocab_size=vocab_size, device=device)
-    except Exception as error:  # whatever the user's constructor does
+        processor: LogitsProcessor = getattr(module, class_name)(vocab_size=vocab_size, device=device)
+    except Exception as error:  # it is not there, or whatever the user's constructor does
         raise ValueError(f"logits processor {spec!r}: cannot construct {class_name}: {error!r}") from error
     if not callable(processor):
         raise ValueError(f"logits processor {spec!r}: a {class_name} is not callable (it needs a __call__ method)")
-    return cast(LogitsProcessor, processor)
+    return processor
 
 
 def apply_logits_processors(processors: Sequence[LogitsProcessor], logits: Tensor, rows: Sequence[LogitsRow]) -> Tensor:

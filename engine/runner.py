@@ -93,7 +93,9 @@ class ModelRunner:
         A step may be launched before the one before it is collected: nothing of its tokens is needed on the host.
         """
         for init in step.inits:
-            self._init_row(init)
+            tokens = torch.tensor(init.tokens, dtype=torch.int32)
+            self._token_ids[init.row, : len(tokens)] = tokens.to(self.device)
+            self._sampler.add_row(init)
         for update in step.page_updates:
             pages = torch.tensor(update.pages, dtype=torch.int32)
             self._page_table[update.row, update.first : update.first + len(update.pages)] = pages.to(self.device)
@@ -138,11 +140,6 @@ class ModelRunner:
             self.collect(self.launch(step))
         with torch.inference_mode():
             self._kv_cache[:, self.num_pages].zero_()
-
-    def _init_row(self, init: RowInit) -> None:
-        tokens = torch.tensor(init.tokens, dtype=torch.int32)
-        self._token_ids[init.row, : len(init.tokens)] = tokens.to(self.device)
-        self._sampler.add_row(init)
 
     def _run(self, step: Step) -> list[Tensor]:
         """Computes the works, draws the samples.

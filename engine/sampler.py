@@ -99,7 +99,7 @@ class Sampler:
         self._device = device
         self._processors = tuple(processors)
         # On the host: the device is never asked which stages a step needs, and is given what those need.
-        self._inits: list[RowInit | None] = [None] * max_num_seqs
+        self._inits: dict[int, RowInit] = {}
         self._uses = np.zeros(max_num_seqs, dtype=np.uint8)
         self._masked_until = np.zeros(max_num_seqs, dtype=np.int64)  # the row's length once min_tokens are generated
         self._stop_ids = [np.empty(0, dtype=np.int64)] * max_num_seqs
@@ -111,16 +111,9 @@ class Sampler:
         self._top_k, self._seed, self._index, self._prompt_length = self._ints
 
     def add_row(self, init: RowInit) -> None:
-        """A sequence takes a row; what the row held before is forgotten.
-
-        Raises:
-            ValueError: params.seed is None, or a token id of logit_bias is not in the vocabulary.
-        """
+        """A sequence takes a row, its seed set; what the row held before is forgotten."""
         params, row = init.params, init.row
-        if params.seed is None:
-            raise ValueError("params.seed is not set: the engine mints one before a sequence takes a row")
-        if any(not 0 <= token < self._vocab_size for token in params.logit_bias):
-            raise ValueError(f"logit_bias names a token id outside the vocabulary of {self._vocab_size}")
+        assert params.seed is not None
         self._inits[row] = init
         self._uses[row] = _uses(params, self._vocab_size)
         # A stop token outside the vocabulary cannot be sampled: nothing is there to mask.
@@ -160,7 +153,8 @@ class Sampler:
         Raises:
             LogitsProcessorError: a user's processor raised, or returned something that is not logits.
         """
-        batch = self._batch(rows, num_tokens)
+        row, length = np.asarray(rows, dtype=np.int64), np.asarray(num_tokens, dtype=np.int64)
+        batch = _Batch(row, length, self._put(row), self._put(length))
         logits = self._allow(self._adjust(logits, batch, token_ids), masks)
         random = self._positions(batch, _Uses.RANDOM)
         if random.size and random.size == batch.host_row.size:
@@ -194,10 +188,6 @@ class Sampler:
             LogitsProcessorError: a processor raised, or returned something that is not logits.
         """
         return apply_logits_processors(self._processors, logits, self._logits_rows(rows, num_tokens, token_ids))
-
-    def _batch(self, rows: Sequence[int], num_tokens: Sequence[int]) -> _Batch:
-        row, length = np.asarray(rows, dtype=np.int64), np.asarray(num_tokens, dtype=np.int64)
-        return _Batch(row, length, self._put(row), self._put(length))
 
     def _adjust(self, logits: Tensor, batch: _Batch, token_ids: Tensor) -> Tensor:
         """The logits after bias, penalties, user processors and stop mask: all that changes the order of tokens."""
@@ -289,8 +279,6 @@ class Sampler:
         known = []
         for row, length in zip(rows.tolist(), num_tokens.tolist(), strict=True):
             init = self._inits[row]
-            if init is None:
-                raise ValueError(f"row {row} was never added")
             known.append(LogitsRow(token_ids[row, :length], init.prompt_length, init.index, init.params))
         return known
 

@@ -66,8 +66,8 @@ def test_loads_in_order_and_constructs_with_what_is_promised(user_module):
         ("a/b.py:Class", "package.module:Class"),
         ("a:b:c", "package.module:Class"),
         ("engine.no_such_module:Class", "cannot import engine.no_such_module"),
-        ("engine.logits:NoSuchClass", "engine.logits has no NoSuchClass"),
-        ("engine.sampler:GREEDY_TEMPERATURE", "GREEDY_TEMPERATURE is not callable"),
+        ("engine.logits:NoSuchClass", "cannot construct NoSuchClass: AttributeError"),
+        ("engine.sampler:GREEDY_TEMPERATURE", "cannot construct GREEDY_TEMPERATURE: TypeError"),
         ("engine.logits:LogitsRow", "cannot construct LogitsRow"),
     ],
 )

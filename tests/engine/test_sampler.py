@@ -283,14 +283,6 @@ def test_rows_with_and_without_features_do_not_touch_each_other():
     assert rows.sample(torch.tensor([logits] * 2), [6, 2])[0] == [1, 1]
 
 
-def test_rows_that_cannot_be_are_refused():
-    rows = Rows(5)
-    with pytest.raises(ValueError, match="vocabulary of 5"):
-        rows.add(0, replace(GREEDY, logit_bias={5: 1.0}))
-    with pytest.raises(ValueError, match="seed"):
-        rows.add(0, SamplingParams())
-
-
 def test_an_empty_step_samples_nothing():
     assert Rows(5).sample(torch.empty(0, 5), []) == ([], [])
 
