@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.device import LoadedModel, load_model
-from engine.grammar import Grammars
 from engine.messages import CoreInfo
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
@@ -42,40 +41,14 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[EngineCo
         max_samples=limits.max_samples,
         version=importlib.metadata.version("fulcrum-llm"),
     )
-    grammars = Grammars()
-    tracer = Tracer(config.trace_requests) if config.trace_requests else None
-    scheduler = new_scheduler(config, info, grammars, tracer)
     overlap = int(config.overlap and runner.device.type == "cuda")
-    return EngineCore(scheduler, runner, overlap=overlap, grammars=grammars, tracer=tracer), info
+    return EngineCore(new_scheduler(config, info), runner, overlap=overlap), info
 
 
-def new_scheduler(
-    config: EngineConfig, info: CoreInfo, grammars: Grammars | None = None, tracer: Tracer | None = None
-) -> Scheduler:
+def new_scheduler(config: EngineConfig, info: CoreInfo) -> Scheduler:
     """An empty scheduler as the settings say, for an engine of this description."""
     kind = StaticScheduler if config.scheduler == "static" else Scheduler
-    return kind(
-        num_pages=info.num_pages,
-        page_size=info.page_size,
-        max_num_seqs=info.max_num_seqs,
-        max_num_batched_tokens=info.max_num_batched_tokens,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        eos_token_ids=info.eos_token_ids,
-        prefix_cache=config.prefix_cache,
-        chunked_prefill=config.chunked_prefill,
-        reserve_full_length=config.reserve_full_length,
-        longest_prefix_first=config.admission == "prefix",
-        max_queue_requests=config.max_queue_requests,
-        max_queue_tokens=config.max_queue_tokens,
-        look_ahead=config.look_ahead,
-        speculative_length=0 if config.speculative == "off" else config.speculative_length,
-        speculative_window=config.speculative_window,
-        max_samples=info.max_samples,
-        seed=config.seed,
-        grammars=grammars,
-        tracer=tracer,
-    )
+    return kind(config, info, tracer=Tracer(config.trace_requests))
 
 
 def _runner(config: EngineConfig, model: LoadedModel) -> "ModelRunner | GpuRunner":

@@ -2,46 +2,23 @@
 
 import asyncio
 import itertools
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from types import NoneType
 from typing import NamedTuple, Self, TypeVar
 
 import msgspec
 
+from engine import messages
 from engine.cache.kv_cache import CacheView
 from engine.frames import HEADER_BYTES, frame_length, to_frame
 from engine.grammar import MAX_HELD, GrammarError, Vocabulary
-from engine.messages import (
-    Abort,
-    AbortReply,
-    CacheReply,
-    Call,
-    CoreInfo,
-    CoreState,
-    CoreStats,
-    CountReply,
-    EndSequences,
-    FromCore,
-    GrammarReply,
-    LoadGrammar,
-    Note,
-    Outputs,
-    Reply,
-    RequestStart,
-    SequenceOutput,
-    StatsReply,
-    StepsReply,
-    Submit,
-    ToCore,
-    TraceReply,
-)
+from engine.messages import CoreInfo, CoreStats, RequestStart, SequenceOutput
 from engine.request import FinishReason, RejectReason, Request, RequestRejected
 from engine.trace import StepTrace, TraceEvent
 
-_Reply = TypeVar("_Reply", bound=Reply)
-_Event = RequestStart | list[SequenceOutput]
-
+_Answer = TypeVar("_Answer")
 
 _RECONNECT_SECONDS = 0.1
 PIECE = 256  # tokens: with logprobs of 20 others for each it takes some milliseconds to make messages of them
@@ -58,8 +35,9 @@ class CoreDied(Exception):
 
 
 class RequestStream:
-    """The events of one accepted request: RequestStart once, then lists of SequenceOutput, one entry an index at most.
+    """The events of one request: RequestStart once, then lists of SequenceOutput, one entry an index at most.
 
+    Nothing is taken in before `accepted` is done: until then the core speaks of an earlier request with the same id.
     What the reader has not taken is merged, so that the memory held is bounded by the request's own tokens, and handed
     out in pieces of PIECE tokens. Ends after the last index has finished, or after an entry with FinishReason.ABORT.
     Raises CoreDied.
@@ -67,7 +45,7 @@ class RequestStream:
 
     def __init__(self, request: Request) -> None:
         self.request_id = request.request_id
-        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.accepted: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         self._open_indexes = set(range(request.params.n))
         self._start: RequestStart | None = None
         self._pending: dict[int, SequenceOutput] = {}
@@ -82,7 +60,7 @@ class RequestStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> _Event:
+    async def __anext__(self) -> RequestStart | list[SequenceOutput]:
         while True:
             if self._start is not None:
                 start, self._start = self._start, None
@@ -123,7 +101,7 @@ class RequestStream:
     def put(self, output: SequenceOutput) -> None:
         """Called by the client: tokens have come."""
         if not self.accepted.done():
-            return  # of an earlier request with the same id
+            return
         if output.finish is FinishReason.ABORT and self._open_indexes:
             output.index = min(self._open_indexes)  # one that the reader still waits for
             self._open_indexes.clear()
@@ -150,9 +128,6 @@ class RequestStream:
     def fail(self, error: CoreDied) -> None:
         """Called by the client: the core is gone."""
         self._error = error
-        if not self.accepted.done():
-            self.accepted.set_exception(error)
-            self.accepted.exception()  # nobody may be waiting any more
         self._wake()
 
     def _wake(self) -> None:
@@ -179,9 +154,7 @@ class CoreClient:
         self._reader, self._writer, self.info = connection
         self.draining = False
         self._streams: dict[str, RequestStream] = {}
-        # By id: answers still to come to submits whose caller has gone. The id may be in use again by then.
-        self._unclaimed: Counter[str] = Counter()
-        self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
         # That the core has said to hold, least recently used first, as it lets them go itself; and those on their way.
         self._grammars: OrderedDict[str, None] = OrderedDict()
         self._loading: dict[str, asyncio.Task[None]] = {}
@@ -207,18 +180,16 @@ class CoreClient:
             raise RequestRejected(
                 RejectReason.DUPLICATE_ID, f"a request with id {request.request_id!r} is live", "request_id"
             )
-        stream = RequestStream(request)
-        self._send(Submit(request))
-        self._streams[request.request_id] = stream
+        stream = self._streams[request.request_id] = RequestStream(request)
         try:
-            await stream.accepted
+            await self._ask(messages.Submit(next(self._call_ids), request), NoneType, stream.accepted)
         except asyncio.CancelledError:
-            if stream.accepted.cancelled():
-                self._unclaimed[request.request_id] += 1
             self.abort_soon(stream)
             raise
-        except RequestRejected as refusal:
-            if refusal.reason is RejectReason.UNKNOWN_GRAMMAR:
+        except (RequestRejected, CoreDied) as error:
+            if self._is_live(stream):
+                del self._streams[stream.request_id]
+            if isinstance(error, RequestRejected) and error.reason is RejectReason.UNKNOWN_GRAMMAR:
                 self._grammars.pop(request.grammar, None)
             raise
         return stream
@@ -233,13 +204,13 @@ class CoreClient:
             return
         if stream.ended:
             del self._streams[stream.request_id]
-        self._send(EndSequences([(stream.request_id, index)]))
+        self._send(messages.EndSequences([(stream.request_id, index)]))
 
     def abort_soon(self, stream: RequestStream) -> None:
         """Ends our own request, without an answer. Does nothing when it has ended already."""
         if self._is_live(stream):
             del self._streams[stream.request_id]
-            self._send(Abort([stream.request_id]))
+            self._send(messages.Abort([stream.request_id]))
 
     def _is_live(self, stream: RequestStream) -> bool:
         return self._streams.get(stream.request_id) is stream
@@ -249,8 +220,7 @@ class CoreClient:
 
         Returns the ids that were live.
         """
-        call_id = next(self._call_ids)
-        return (await self._ask(Abort(request_ids, call_id), call_id, AbortReply)).request_ids
+        return await self._ask(messages.Abort(request_ids, next(self._call_ids)), list[str])
 
     async def load_grammar(self, key: str, data: bytes, vocabulary: Callable[[], Vocabulary]) -> None:
         """Lets the core hold a compiled grammar, unless it is known to. A request names it by its key.
@@ -273,10 +243,10 @@ class CoreClient:
     async def _load_grammar(self, key: str, data: bytes, vocabulary: Callable[[], Vocabulary]) -> None:
         first = None if self._knows_vocabulary else vocabulary()
         self._knows_vocabulary = True
-        call_id = next(self._call_ids)
-        reply = await self._ask(LoadGrammar(call_id, key, data, first), call_id, GrammarReply)
-        if reply.error:
-            raise GrammarError(reply.error)
+        try:
+            await self._ask(messages.LoadGrammar(next(self._call_ids), key, data, first), NoneType)
+        except RequestRejected as refused:
+            raise GrammarError(str(refused)) from refused
         self._grammars[key] = None
         if len(self._grammars) > MAX_HELD:
             self._grammars.popitem(last=False)
@@ -285,32 +255,32 @@ class CoreClient:
 
     async def stats(self) -> CoreStats:
         """Gauges of this moment and counters since the core started."""
-        return (await self._call("stats", StatsReply)).stats
+        return await self._call("stats", CoreStats)
 
     async def cache(self) -> CacheView:
         """What is in the pages and in the tree, at most a second ago."""
-        return (await self._call("cache", CacheReply)).view
+        return await self._call("cache", CacheView)
 
     async def flush_cache(self) -> int:
         """Drops the cached pages that nobody uses. Returns how many."""
-        return (await self._call("flush_cache", CountReply)).count
+        return await self._call("flush_cache", int)
 
     async def drain(self) -> int:
         """The core takes no new requests from now on. Returns how many are live."""
-        return (await self._call("drain", CountReply)).count
+        return await self._call("drain", int)
 
     def note(self, request_id: str, kind: str) -> None:
         """For the trace of a request, if one is kept: something happened to it just now."""
         if self.info.traces and not self._closed.is_set():
-            self._send(Note(request_id, kind))
+            self._send(messages.Note(request_id, kind))
 
-    async def trace(self, request_id: str) -> list[TraceEvent] | None:
-        """What happened to a request, in order; None where nothing is kept of it."""
-        return (await self._call("trace", TraceReply, request_id)).events
+    async def trace(self, request_id: str) -> list[TraceEvent]:
+        """What happened to a request, in order; empty where nothing is kept of it."""
+        return await self._call("trace", list[TraceEvent], request_id)
 
     async def steps(self, count: int) -> list[StepTrace]:
         """The latest steps that are kept, oldest first."""
-        return (await self._call("steps", StepsReply, str(count))).steps
+        return await self._call("steps", list[StepTrace], str(count))
 
     async def state_changed(self) -> None:
         """Returns when `draining` has become true or the connection is lost."""
@@ -326,25 +296,27 @@ class CoreClient:
         await asyncio.gather(self._reading, return_exceptions=True)
         self._writer.close()
 
-    async def _call(self, method: str, kind: type[_Reply], argument: str = "") -> _Reply:
-        call_id = next(self._call_ids)
-        return await self._ask(Call(call_id, method, argument), call_id, kind)
+    async def _call(self, method: messages.CallMethod, kind: type[_Answer], argument: str = "") -> _Answer:
+        return await self._ask(messages.Call(next(self._call_ids), method, argument), kind)
 
-    async def _ask(self, message: ToCore, call_id: int, kind: type[_Reply]) -> _Reply:
-        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+    async def _ask(
+        self,
+        message: messages.Submit | messages.Abort | messages.Call | messages.LoadGrammar,
+        kind: type[_Answer],
+        answer: asyncio.Future[msgspec.Raw] | None = None,
+    ) -> _Answer:
+        """Sends a message and waits for its answer. Raises RequestRejected where it is refused, CoreDied."""
+        answer = answer or asyncio.get_running_loop().create_future()
         self._send(message)
-        self._calls[call_id] = answer
+        self._calls[message.call_id] = answer
         try:
-            reply = await answer
+            return msgspec.msgpack.decode(await answer, type=kind)
         finally:
-            del self._calls[call_id]
-        if not isinstance(reply, kind):
-            raise CoreDied(f"the engine core answered with {type(reply).__name__}")
-        return reply
+            del self._calls[message.call_id]
 
     # --- connection
 
-    def _send(self, message: ToCore) -> None:
+    def _send(self, message: messages.ToCore) -> None:
         if self._closed.is_set():
             raise CoreDied("the engine core is gone")
         # Never awaited: the core reads at every step boundary, and what we send is small.
@@ -359,31 +331,24 @@ class CoreClient:
         finally:
             self._fail_all(CoreDied("the engine core is gone"))
 
-    def _dispatch(self, message: FromCore) -> None:
+    def _dispatch(self, message: messages.FromCore) -> None:
         match message:
-            case Outputs():
+            case messages.Outputs():
                 self._dispatch_outputs(message)
-            case _ if isinstance(message, Reply):
+            case messages.Reply() | messages.Refusal():
                 answer = self._calls.get(message.call_id)
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
-            case CoreState():
+                if answer is None or answer.done():  # nobody waits any more
+                    return
+                if isinstance(message, messages.Reply):
+                    answer.set_result(message.answer)
+                else:
+                    answer.set_exception(RequestRejected(message.reason, message.message, message.field))
+            case messages.CoreState():
                 self.draining = message.draining
                 self._state_changed.set()
-            case CoreInfo():
-                self.info = message
 
-    def _dispatch_outputs(self, outputs: Outputs) -> None:
+    def _dispatch_outputs(self, outputs: messages.Outputs) -> None:
         streams = self._streams
-        # The last outputs of an old request of the same id came before its acceptance, in frames of their own.
-        for accepted in outputs.accepted:
-            stream = None if self._is_unclaimed(accepted.request_id) else streams.get(accepted.request_id)
-            if stream is not None and not stream.accepted.done():
-                stream.accepted.set_result(None)
-        for rejected in outputs.rejected:
-            stream = None if self._is_unclaimed(rejected.request_id) else streams.pop(rejected.request_id, None)
-            if stream is not None and not stream.accepted.done():
-                stream.accepted.set_exception(RequestRejected(rejected.reason, rejected.message, rejected.field))
         for start in outputs.started:
             stream = streams.get(start.request_id)
             if stream is not None:
@@ -394,15 +359,6 @@ class CoreClient:
                 stream.put(output)
                 if stream.ended:
                     del streams[output.request_id]
-
-    def _is_unclaimed(self, request_id: str) -> bool:
-        """Whether the core's next answer about this id is to an older submit, whose caller has gone."""
-        if request_id not in self._unclaimed:
-            return False
-        self._unclaimed[request_id] -= 1
-        if not self._unclaimed[request_id]:
-            del self._unclaimed[request_id]
-        return True
 
     def _fail_all(self, error: CoreDied) -> None:
         self._closed.set()
@@ -429,9 +385,9 @@ async def _open(socket: Path) -> _Connection:
         return _Connection(reader, writer, first)
 
 
-_decode = msgspec.msgpack.Decoder(FromCore).decode
+_decode = msgspec.msgpack.Decoder(messages.FromCore).decode
 
 
-async def _read_message(reader: asyncio.StreamReader) -> FromCore:
+async def _read_message(reader: asyncio.StreamReader) -> messages.FromCore:
     header = await reader.readexactly(HEADER_BYTES)
     return _decode(await reader.readexactly(frame_length(header)))

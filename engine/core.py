@@ -9,17 +9,17 @@ import logging
 import time
 from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from engine.grammar import Grammars
-from engine.messages import STEP_BOUNDS, CoreStats
+import msgspec
+
+from engine.messages import STEP_BOUNDS, CoreStats, RequestStart
 from engine.pacing import Pacer
 from engine.request import FinishReason
-from engine.scheduler import Scheduler, SequenceUpdate
-from engine.static_scheduler import StaticScheduler
+from engine.scheduler import Scheduler
+from engine.sequence import SequenceUpdate
 from engine.step import DeviceLost, Step, StepResult
-from engine.trace import LaunchTimes, Tracer
+from engine.trace import LaunchTimes
 from telemetry.logs import about
 
 logger = logging.getLogger(__name__)
@@ -35,12 +35,10 @@ class Runner(Protocol):
         """Waits for the step that `launch` began."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What one turn of the core brought."""
+class Turn(msgspec.Struct, tag="outputs", array_like=True):
+    """What one turn of the core brought. Encoded, it is a `messages.Outputs`."""
 
-    started: list[tuple[str, int]]  # (request id, cached tokens)
-    scheduled_at: float  # time.monotonic() of the schedule
+    started: list[RequestStart]
     updates: list[SequenceUpdate]
 
 
@@ -56,18 +54,8 @@ class _InFlight(NamedTuple):
 class EngineCore:
     """Turns the scheduler's steps into tokens."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler | StaticScheduler,
-        runner: Runner,
-        *,
-        overlap: int = 0,
-        grammars: Grammars | None = None,
-        tracer: Tracer | None = None,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: int = 0) -> None:
         self.scheduler = scheduler
-        self.grammars = grammars or Grammars()
-        self.tracer = tracer
         self._runner = runner
         self._overlap = overlap
         self._in_flight: deque[_InFlight] = deque()
@@ -93,28 +81,27 @@ class EngineCore:
         Raises: DeviceLost.
         """
         began = time.monotonic()
-        self._pacer.launching(began)
         step = self.scheduler.schedule()
-        started = self.scheduler.started()
         scheduled = time.monotonic()
-        updates: list[SequenceUpdate] = []
+        self.scheduler.stats.schedule_seconds += scheduled - began
+        turn = Turn([], [])
         if step is not None:
             self._count(step)
+            turn.started = [RequestStart(request_id, cached, scheduled) for request_id, cached in step.started]
             try:
                 launched, now = self._runner.launch(step), time.monotonic()
                 self._in_flight.append(_InFlight(step, launched, self._busy, (began, scheduled, now)))
-                self._pacer.launched(step, now)
+                self._pacer.launched(step, began, now)
                 self.scheduler.stats.launch_seconds += now - scheduled
             except DeviceLost:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a step raises is about its own sequences
                 now = time.monotonic()
-                updates += self._fail(step, error, (began, scheduled, now), now)
+                turn.updates += self._fail(step, error, (began, scheduled, now), now)
         if self._in_flight and (step is None or len(self._in_flight) > self._overlap):
-            updates += self._collect()
-        self.scheduler.stats.schedule_seconds += scheduled - began
+            turn.updates += self._collect()
         self._busy = step is not None and self.has_work
-        return Turn(started, scheduled, updates)
+        return turn
 
     def _collect(self) -> list[SequenceUpdate]:
         step, launched, followed, times = self._in_flight.popleft()
@@ -124,18 +111,16 @@ class EngineCore:
         except DeviceLost:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a step raises is about its own sequences
-            self._pacer.failed()
+            self._pacer.collected(0.0, time.monotonic())
             return self._fail(step, error, times, began)
         computed = time.monotonic()
         self._pacer.collected(result.busy_seconds, computed)
         updates = self.scheduler.update(step, result)
         if result.failed or step.masks:
-            for update in updates:
-                if update.finish is FinishReason.ERROR:
-                    fields = about(request_id=update.request_id)
-                    logger.error(
-                        "request %s, sequence %d: %s", update.request_id, update.index, update.message, extra=fields
-                    )
+            for one in updates:
+                if one.finish is FinishReason.ERROR:
+                    fields = about(request_id=one.request_id)
+                    logger.error("request %s, sequence %d: %s", one.request_id, one.index, one.message, extra=fields)
         stats = self.scheduler.stats
         stats.collect_seconds += computed - began
         stats.execute_seconds += computed - max(times[1], self._computed)
@@ -144,14 +129,12 @@ class EngineCore:
         if followed:  # else the device had nothing to do
             stats.device_gap_seconds += result.gap_seconds
         stats.process_seconds += time.monotonic() - computed
-        if self.tracer:
-            self.tracer.step(step, times, (began, computed), result)
+        self.scheduler.tracer.step(step, times, (began, computed), result)
         return updates
 
     def _fail(self, step: Step, error: Exception, times: LaunchTimes, began: float) -> list[SequenceUpdate]:
         logger.error("step %d failed: %d sequences end with an error", step.step_id, len(step.works), exc_info=error)
-        if self.tracer:
-            self.tracer.step(step, times, (began, time.monotonic()), str(error))
+        self.scheduler.tracer.step(step, times, (began, time.monotonic()), str(error))
         return self.scheduler.fail(step, str(error))
 
     def _count(self, step: Step) -> None:

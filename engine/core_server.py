@@ -13,37 +13,17 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
+from engine import messages
 from engine.cache.kv_cache import CacheView
 from engine.core import EngineCore, Turn
 from engine.frames import FrameError, take_frames, to_frame
 from engine.grammar import GrammarError, Vocabulary
-from engine.messages import (
-    Abort,
-    AbortReply,
-    CacheReply,
-    Call,
-    CoreInfo,
-    CoreState,
-    CountReply,
-    EndSequences,
-    FromCore,
-    GrammarReply,
-    LoadGrammar,
-    Note,
-    RequestAccepted,
-    RequestRejection,
-    RequestStart,
-    StatsReply,
-    StepsReply,
-    Submit,
-    ToCore,
-    TraceReply,
-)
-from engine.request import FinishReason, RequestRejected
+from engine.messages import CoreInfo
+from engine.request import FinishReason, RejectReason, RequestRejected
 from engine.sequence import SequenceUpdate
 from engine.watchdog import Watchdog
 
@@ -57,15 +37,6 @@ _SELECT_SECONDS = 0.001
 _VIEW_SECONDS = 1.0
 
 
-class _Outputs(msgspec.Struct, tag="outputs", array_like=True):
-    """An `Outputs` as the core makes it: on the wire there is no difference."""
-
-    accepted: list[RequestAccepted]
-    rejected: list[RequestRejection]
-    started: list[RequestStart]
-    sequences: list[SequenceUpdate]
-
-
 class _Connection:
     """One client: its socket, its half-read frames, and what waits to be sent."""
 
@@ -74,16 +45,8 @@ class _Connection:
         self.inbox = bytearray()
         self.outbox = bytearray()
         self.request_ids: set[str] = set()
-        self.outputs = _Outputs([], [], [], [])
+        self.turn = Turn([], [])
         self.vocabulary: Vocabulary | None = None
-
-    def take_outputs(self) -> _Outputs | None:
-        """What has gathered for this client since the last call."""
-        out = self.outputs
-        if not (out.accepted or out.rejected or out.started or out.sequences):
-            return None
-        self.outputs = _Outputs([], [], [], [])
-        return out
 
 
 class CoreServer:
@@ -108,12 +71,12 @@ class CoreServer:
         self._core = core
         self._info = info
         self._stopping = False
-        self._watchdog = watchdog
+        self._watchdog = watchdog or contextlib.nullcontext()
         self._owners: dict[str, _Connection] = {}
         self._connections: dict[socket.socket, _Connection] = {}
         self._selector = selectors.DefaultSelector()
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(ToCore).decode
+        self._decode = msgspec.msgpack.Decoder(messages.ToCore).decode
         self._log = _ThroughputLog(core)
         self._view, self._view_due = CacheView(b"", [], 0), 0.0
 
@@ -127,7 +90,7 @@ class CoreServer:
         self._wake_out.setblocking(False)
         self._selector.register(self._wake_out, selectors.EVENT_READ, self._woken)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._loaded: queue.SimpleQueue[tuple[_Connection, GrammarReply]] = queue.SimpleQueue()
+        self._loaded: queue.SimpleQueue[tuple[_Connection, int, str]] = queue.SimpleQueue()
         self._lifeline = lifeline
         if lifeline is not None:
             self._selector.register(lifeline, selectors.EVENT_READ, self.stop)
@@ -144,7 +107,11 @@ class CoreServer:
     def _woken(self) -> None:
         self._wake_out.recv(64)
         while not self._loaded.empty():
-            self._post(*self._loaded.get())
+            connection, call_id, error = self._loaded.get()
+            if error:
+                self._post(connection, messages.Refusal(call_id, RejectReason.INVALID, error, "constraint"))
+            else:
+                self._answer(connection, call_id, None)
 
     def run(self) -> None:
         """Serves until `stop` is called or the lifeline ends."""
@@ -155,14 +122,9 @@ class CoreServer:
                 while (hold := self._core.hold()) and not self._stopping:
                     # The selector rounds up to whole milliseconds.
                     self._poll(max(0.0, hold - _SELECT_SECONDS))
-                    self._flush()
-                self._flush()
                 if self._core.has_work:
-                    if self._watchdog:
-                        self._watchdog.begin()
-                    self._route(self._core.turn())
-                    if self._watchdog:
-                        self._watchdog.end()
+                    with self._watchdog:
+                        self._route(self._core.turn())
                     self._flush()
                     self._log.tick(time.monotonic() - began)
         finally:
@@ -176,6 +138,7 @@ class CoreServer:
     # --- sockets
 
     def _poll(self, seconds: float | None) -> None:
+        """Takes in what has come, or comes within the time (None: for ever), and sends what that brings."""
         for key, events in self._selector.select(seconds):
             if isinstance(key.data, _Connection):
                 if events & selectors.EVENT_WRITE:
@@ -184,6 +147,7 @@ class CoreServer:
                     self._receive(key.data)
             else:
                 key.data()
+        self._flush()
 
     def _accept(self) -> None:
         try:
@@ -197,7 +161,7 @@ class CoreServer:
         self._selector.register(sock, selectors.EVENT_READ, connection)
         self._post(connection, self._info)
         if self._core.scheduler.draining:
-            self._post(connection, CoreState(draining=True))
+            self._post(connection, messages.CoreState(draining=True))
 
     def _receive(self, connection: _Connection) -> None:
         try:
@@ -208,20 +172,24 @@ class CoreServer:
             connection.inbox += data
             for payload in take_frames(connection.inbox):
                 self._handle(connection, self._decode(payload))
-                if connection.sock not in self._connections:
-                    return
         except BlockingIOError:
             return
         except (OSError, FrameError, msgspec.DecodeError) as error:
             self._drop(connection, str(error))
 
-    def _post(self, connection: _Connection, message: FromCore | _Outputs) -> None:
+    def _post(self, connection: _Connection, message: messages.FromCore | Turn) -> None:
+        """What is posted goes out with the next `_flush`, in this order."""
         connection.outbox += to_frame(self._encode(message))
-        self._send(connection)
+
+    def _answer(self, connection: _Connection, call_id: int, answer: Any) -> None:
+        self._post(connection, messages.Reply(call_id, msgspec.Raw(self._encode(answer))))
+
+    def _flush(self) -> None:
+        for connection in list(self._connections.values()):
+            if connection.outbox:
+                self._send(connection)
 
     def _send(self, connection: _Connection) -> None:
-        if connection.sock not in self._connections:
-            return
         try:
             while connection.outbox:
                 sent = connection.sock.send(connection.outbox)
@@ -248,99 +216,81 @@ class CoreServer:
         for request_id in list(connection.request_ids):
             self._abort(request_id)
 
-    def _flush(self) -> None:
-        for connection in list(self._connections.values()):
-            self._flush_one(connection)
-
-    def _flush_one(self, connection: _Connection) -> None:
-        outputs = connection.take_outputs()
-        if outputs is not None:
-            self._post(connection, outputs)
-
     # --- messages
 
-    def _handle(self, connection: _Connection, message: ToCore) -> None:
+    def _handle(self, connection: _Connection, message: messages.ToCore) -> None:
         match message:
-            case Submit():
+            case messages.Submit():
                 self._submit(connection, message)
-            case EndSequences():
+            case messages.EndSequences():
                 for request_id, index in message.sequences:
                     if request_id not in connection.request_ids:
                         continue  # ended meanwhile, and its id may be another client's by now
                     self._core.scheduler.end_sequence(request_id, index)
                     self._forget_if_ended(request_id)
-            case Abort():
+            case messages.Abort():
                 # Without a question it is about the client's own requests: one refused as a duplicate has none.
                 ids = message.request_ids
                 if not message.call_id:
                     ids = [request_id for request_id in ids if request_id in connection.request_ids]
                 live = [request_id for request_id in ids if self._abort(request_id)]
                 if message.call_id:
-                    self._post(connection, AbortReply(message.call_id, live))
-            case Call():
-                self._call(connection, message)
-            case LoadGrammar():
+                    self._answer(connection, message.call_id, live)
+            case messages.Call():
+                self._answer(connection, message.call_id, self._ask(message))
+            case messages.LoadGrammar():
                 connection.vocabulary = message.vocabulary or connection.vocabulary
                 self._loader.submit(self._load, connection, message, connection.vocabulary)
-            case Note():
-                if self._core.tracer:
-                    self._core.tracer.add(message.request_id, message.kind)
+            case messages.Note():
+                self._core.scheduler.tracer.add(message.request_id, message.kind)
 
-    def _load(self, connection: _Connection, message: LoadGrammar, vocabulary: Vocabulary | None) -> None:
+    def _load(self, connection: _Connection, message: messages.LoadGrammar, vocabulary: Vocabulary | None) -> None:
         """Runs in the loader's thread."""
         error = ""
         try:
             if vocabulary is None:
                 raise GrammarError("no vocabulary has come on this connection")
-            if message.key not in self._core.grammars:
-                self._core.grammars.load(message.key, message.data, vocabulary)
+            if message.key not in self._core.scheduler.grammars:
+                self._core.scheduler.grammars.load(message.key, message.data, vocabulary)
         except GrammarError as failure:
             error = str(failure)
         except Exception:  # XGrammar cannot be imported, for one: told to the one who asked
             logger.exception("a grammar could not be loaded")
             error = "the engine cannot load grammars"
-        self._loaded.put((connection, GrammarReply(message.call_id, error)))
+        self._loaded.put((connection, message.call_id, error))
         self._wake()
 
-    def _submit(self, connection: _Connection, message: Submit) -> None:
-        request = message.request
-        # The last words about an earlier request of the same id travel in a frame before the acceptance of this one.
-        self._flush_one(connection)
-        if connection.sock not in self._connections:
-            return
+    def _submit(self, connection: _Connection, message: messages.Submit) -> None:
+        request_id = message.request.request_id
         try:
-            self._core.scheduler.add(request)
-        except RequestRejected as refusal:
-            connection.outputs.rejected.append(
-                RequestRejection(request.request_id, refusal.reason, str(refusal), refusal.field)
-            )
+            self._core.scheduler.add(message.request)
+        except RequestRejected as refused:
+            self._post(connection, messages.Refusal(message.call_id, refused.reason, str(refused), refused.field))
             return
-        self._owners[request.request_id] = connection
-        connection.request_ids.add(request.request_id)
-        connection.outputs.accepted.append(RequestAccepted(request.request_id))
+        self._owners[request_id] = connection
+        connection.request_ids.add(request_id)
+        self._answer(connection, message.call_id, None)
 
-    def _call(self, connection: _Connection, call: Call) -> None:
+    def _ask(self, call: messages.Call) -> Any:
+        scheduler = self._core.scheduler
         match call.method:
             case "stats":
-                self._post(connection, StatsReply(call.call_id, self._core.stats()))
+                return self._core.stats()
             case "cache":
-                self._post(connection, CacheReply(call.call_id, self._cache_view()))
+                return self._cache_view()
             case "flush_cache":
-                self._post(connection, CountReply(call.call_id, self._core.scheduler.flush_cache()))
+                return scheduler.flush_cache()
             case "drain":
-                if not self._core.scheduler.draining:
-                    self._core.scheduler.draining = True
-                    for other in list(self._connections.values()):
-                        self._post(other, CoreState(draining=True))
-                self._post(connection, CountReply(call.call_id, len(self._owners)))
+                if not scheduler.draining:
+                    scheduler.draining = True
+                    for connection in self._connections.values():
+                        self._post(connection, messages.CoreState(draining=True))
+                return len(self._owners)
             case "trace":
-                tracer = self._core.tracer
-                self._post(connection, TraceReply(call.call_id, tracer.request(call.argument) if tracer else None))
+                return self._core.scheduler.tracer.request(call.argument)
             case "steps":
-                kept = list(self._core.tracer.steps) if self._core.tracer else []
-                self._post(connection, StepsReply(call.call_id, kept[max(0, len(kept) - int(call.argument)) :]))
-            case _:
-                self._drop(connection, f"it called an unknown method {call.method!r}")
+                steps = list(self._core.scheduler.tracer.steps)
+                return steps[max(0, len(steps) - int(call.argument)) :]
 
     def _cache_view(self) -> CacheView:
         """At most once a second, and in at most a hundredth of the time: with many pages it takes a while."""
@@ -355,16 +305,21 @@ class CoreServer:
         owner = self._owners.get(request_id)
         if owner is None or not self._core.scheduler.abort(request_id):
             return False
-        owner.outputs.sequences.append(SequenceUpdate(request_id, 0, (), FinishReason.ABORT))
+        self._post(owner, Turn([], [SequenceUpdate(request_id, 0, (), FinishReason.ABORT)]))
         self._forget(request_id)
         return True
 
     def _route(self, turn: Turn) -> None:
+        """Each client gets what is its own, at once: an id may be another request's after the next message."""
         owners = self._owners
-        for request_id, cached_tokens in turn.started:
-            owners[request_id].outputs.started.append(RequestStart(request_id, cached_tokens, turn.scheduled_at))
+        for start in turn.started:
+            owners[start.request_id].turn.started.append(start)
         for update in turn.updates:
-            owners[update.request_id].outputs.sequences.append(update)
+            owners[update.request_id].turn.updates.append(update)
+        for connection in self._connections.values():
+            if connection.turn.started or connection.turn.updates:
+                self._post(connection, connection.turn)
+                connection.turn = Turn([], [])
         for request_id in [update.request_id for update in turn.updates if update.finish is not None]:
             self._forget_if_ended(request_id)
 

@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from time import thread_time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -39,50 +39,22 @@ class GrammarError(Exception):
     """A grammar cannot be read back, is of another vocabulary, or takes too long to follow."""
 
 
-class Matcher(Protocol):
-    """Where one sequence stands in its grammar."""
-
-    @property
-    def terminated(self) -> bool:
-        """Whether the text is complete and its stop token was accepted: nothing may follow."""
-
-    def accept(self, token: int) -> bool:
-        """Goes on by one sampled token; False (and nothing changed) where the grammar does not allow it."""
-
-    def rollback(self, count: int) -> None:
-        """Takes back the tokens accepted last."""
-
-    def mask(self, barred: Iterable[int] = ()) -> bytes | None:
-        """The tokens that may come next: a bit for each id, least significant first, in whole int32 words.
-
-        None: all of them. All zeros: there is none, or the matcher failed.
-
-        Args:
-            barred: token ids that are not to come as long as others may.
-        """
-
-
-class Matchers(Protocol):
-    """Where matchers come from."""
-
-    def matcher(self, key: str) -> Matcher | None:
-        """A matcher at the beginning of the grammar; None if it is not held. Raises GrammarError: it takes too long."""
-
-
 class _Time:
     """What all matchers of one grammar have taken together: processor time of the core's thread, in which all wait.
 
     Some grammars, most of them made for it, take a second for a token. Whatever took more than is allowed ends.
     """
 
-    __slots__ = ("left",)
+    __slots__ = ("_began", "left")
 
     def __init__(self) -> None:
         self.left = _FIRST_SECONDS
 
-    @property
-    def over(self) -> bool:
-        return self.left < 0
+    def __enter__(self) -> None:
+        self._began = thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        self.left -= thread_time() - self._began
 
 
 def tokenizer_info(vocabulary: Vocabulary) -> "xgrammar.TokenizerInfo":
@@ -145,13 +117,13 @@ class Grammars:
                 return None
             self._held.move_to_end(key)
             grammar, time = self._held[key]
-        if time.over:
+        if time.left < 0:
             raise GrammarError("following it takes too long")
         return GrammarMatcher(grammar, len(self._vocabulary.tokens), time)
 
 
 class GrammarMatcher:
-    """A `Matcher` of XGrammar's.
+    """Where one sequence stands in its grammar.
 
     Args:
         grammar: compiled; shared with others.
@@ -175,32 +147,35 @@ class GrammarMatcher:
 
     def accept(self, token: int) -> bool:
         """Goes on by one sampled token; False (and nothing changed) where the grammar does not allow it."""
-        if self._time.over:
+        if self._time.left < 0:
             return False
-        began = thread_time()
         try:
-            return bool(self._matcher.accept_token(token))
+            with self._time:
+                return bool(self._matcher.accept_token(token))
         except RuntimeError:  # whatever fails in XGrammar concerns this sequence alone
             return False
-        finally:
-            self._time.left -= thread_time() - began
 
     def rollback(self, count: int) -> None:
         """Takes back the tokens accepted last."""
         self._matcher.rollback(count)
 
     def mask(self, barred: Iterable[int] = ()) -> bytes | None:
-        """See `Matcher`."""
+        """The tokens that may come next: a bit for each id, least significant first, in whole int32 words.
+
+        None: all of them. All zeros: there is none, or the matcher failed.
+
+        Args:
+            barred: token ids that are not to come as long as others may.
+        """
         bits = self._bits
-        if self._time.over:
+        if self._time.left < 0:
             return bytes(bits.nbytes)
-        began = thread_time()
+        self._time.left += _TOKEN_SECONDS
         try:
-            limited = self._matcher.fill_next_token_bitmask(bits)
+            with self._time:
+                limited = self._matcher.fill_next_token_bitmask(bits)
         except RuntimeError:
             return bytes(bits.nbytes)
-        finally:
-            self._time.left += _TOKEN_SECONDS - (thread_time() - began)
         if not limited and not barred:
             return None
         bits[0, -1] &= self._last_word

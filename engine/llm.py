@@ -82,8 +82,8 @@ class LLM:
         tokens = 0
         with tqdm(total=sum(one.n for one in each), desc="generating", unit="seq", disable=not self._progress) as bar:
             for turn in self._turns(requests):
-                for request_id, cached_tokens in turn.started:
-                    results[request_id].cached_tokens = cached_tokens
+                for start in turn.started:
+                    results[start.request_id].cached_tokens = start.cached_tokens
                 for update in turn.updates:
                     result, own = results[update.request_id], params_of[update.request_id]
                     completion = result.completions[update.index]

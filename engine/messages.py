@@ -3,17 +3,18 @@
 A frame is a 4-byte little-endian length and a msgpack array whose first entry is the message's tag.
 """
 
+from typing import Literal
+
 import msgspec
 
-from engine.cache.kv_cache import CacheView
 from engine.grammar import Vocabulary
 from engine.request import FinishReason, RejectReason, Request
-from engine.trace import StepTrace, TraceEvent
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
-    """Client to core: take this request."""
+    """Client to core: take this request; answered with None once it is queued."""
 
+    call_id: int
     request: Request
 
 
@@ -24,17 +25,24 @@ class EndSequences(msgspec.Struct, tag="end", array_like=True):
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):
-    """Client to core: end these requests, the client's own; whoever's with a call_id, which has one AbortReply."""
+    """Client to core: end these requests, the client's own; whoever's with a call_id, answered with those live."""
 
     request_ids: list[str]
     call_id: int = 0
 
 
+CallMethod = Literal["stats", "cache", "flush_cache", "drain", "trace", "steps"]
+
+
 class Call(msgspec.Struct, tag="call", array_like=True):
-    """Client to core: a question that has one Reply."""
+    """Client to core: a question.
+
+    The answers: a CoreStats; a CacheView, at most a second old; the pages freed; the requests still live; a list of
+    TraceEvent, empty where nothing is kept of the request; a list of StepTrace, the latest, oldest first.
+    """
 
     call_id: int
-    method: str  # "stats" | "cache" | "flush_cache" | "drain" | "trace" | "steps"
+    method: CallMethod
     argument: str = ""  # of "trace": the request's id; of "steps": how many
 
 
@@ -46,7 +54,7 @@ class Note(msgspec.Struct, tag="note", array_like=True):
 
 
 class LoadGrammar(msgspec.Struct, tag="grammar", array_like=True):
-    """Client to core: hold this compiled grammar for requests that name its key; has one GrammarReply.
+    """Client to core: hold this compiled grammar for requests that name its key; answered with None once it does.
 
     `vocabulary` comes with the first one of a connection.
     """
@@ -60,19 +68,19 @@ class LoadGrammar(msgspec.Struct, tag="grammar", array_like=True):
 class CoreInfo(msgspec.Struct, tag="info", array_like=True):
     """Core to client, first thing on a connection: what is served."""
 
-    architecture: str
     vocab_size: int
     max_model_len: int
     eos_token_ids: list[int]
-    dtype: str
-    device: str
     page_size: int
     num_pages: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    version: str
-    traces: bool = False  # whether timelines are kept
     max_samples: int = 0  # tokens drawn in a step, those behind guesses too; 0: one a sequence
+    architecture: str = ""
+    dtype: str = ""
+    device: str = ""
+    version: str = ""
+    traces: bool = False  # whether timelines are kept
 
 
 class SequenceOutput(msgspec.Struct, array_like=True):
@@ -98,26 +106,9 @@ class RequestStart(msgspec.Struct, array_like=True):
     at: float  # time.monotonic(), which all processes of a machine share
 
 
-class RequestAccepted(msgspec.Struct, array_like=True):
-    """The request is queued."""
-
-    request_id: str
-
-
-class RequestRejection(msgspec.Struct, array_like=True):
-    """The request was not taken."""
-
-    request_id: str
-    reason: RejectReason
-    message: str
-    field: str
-
-
 class Outputs(msgspec.Struct, tag="outputs", array_like=True):
-    """Core to client: everything that one turn of the loop has for it."""
+    """Core to client: what one turn of the core brought its requests."""
 
-    accepted: list[RequestAccepted]
-    rejected: list[RequestRejection]
     started: list[RequestStart]
     sequences: list[SequenceOutput]
 
@@ -168,53 +159,20 @@ class CoreStats(msgspec.Struct, array_like=True):
     step_tokens: list[int] = msgspec.field(default_factory=_buckets)
 
 
-class StatsReply(msgspec.Struct, tag="stats", array_like=True):
-    """Answer to Call("stats")."""
+class Reply(msgspec.Struct, tag="reply", array_like=True):
+    """Core to client: the answer to a call, of the type that the call's message says."""
 
     call_id: int
-    stats: CoreStats
+    answer: msgspec.Raw
 
 
-class CacheReply(msgspec.Struct, tag="cache", array_like=True):
-    """Answer to Call("cache"): at most a second old."""
-
-    call_id: int
-    view: CacheView
-
-
-class CountReply(msgspec.Struct, tag="count", array_like=True):
-    """Answer to Call("flush_cache") (pages freed) and Call("drain") (requests still live)."""
+class Refusal(msgspec.Struct, tag="refusal", array_like=True):
+    """Core to client, in the place of a Reply: why not (`engine.request.RequestRejected`)."""
 
     call_id: int
-    count: int
-
-
-class TraceReply(msgspec.Struct, tag="trace", array_like=True):
-    """Answer to Call("trace"): None where nothing is kept of the request."""
-
-    call_id: int
-    events: list[TraceEvent] | None
-
-
-class StepsReply(msgspec.Struct, tag="steps", array_like=True):
-    """Answer to Call("steps"): the latest, oldest first."""
-
-    call_id: int
-    steps: list[StepTrace]
-
-
-class AbortReply(msgspec.Struct, tag="aborted", array_like=True):
-    """Answer to Abort: the ids that were live."""
-
-    call_id: int
-    request_ids: list[str]
-
-
-class GrammarReply(msgspec.Struct, tag="loaded", array_like=True):
-    """Answer to LoadGrammar: "", or why the core cannot hold it."""
-
-    call_id: int
-    error: str
+    reason: RejectReason
+    message: str
+    field: str
 
 
 class CoreState(msgspec.Struct, tag="state", array_like=True):
@@ -224,5 +182,4 @@ class CoreState(msgspec.Struct, tag="state", array_like=True):
 
 
 ToCore = Submit | EndSequences | Abort | Call | LoadGrammar | Note
-Reply = StatsReply | CacheReply | CountReply | AbortReply | GrammarReply | TraceReply | StepsReply
-FromCore = CoreInfo | CoreState | Outputs | Reply
+FromCore = CoreInfo | CoreState | Outputs | Reply | Refusal

@@ -17,13 +17,12 @@ _SPARE_SECONDS = 0.0005
 class Pacer:
     """Follows the steps of one device.
 
-    Call `launching` before a step is scheduled, `launched` after its launch, `collected` when its result is there.
+    Call `launched` after the launch of a step, `collected` when its result is there, or it has failed.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[int, bool], float] = {}
         self._launch_seconds = 0.0
-        self._began = 0.0
         self._kinds: list[tuple[int, bool]] = []  # of the steps in flight, oldest first
         self._oldest_began = 0.0
 
@@ -37,28 +36,20 @@ class Pacer:
         due = self._oldest_began + expected * _TRUST - self._launch_seconds - _SPARE_SECONDS
         return max(0.0, due - now)
 
-    def launching(self, now: float) -> None:
-        """A step is about to be scheduled."""
-        self._began = now
-
-    def launched(self, step: Step, now: float) -> None:
-        """It has been launched."""
-        spent = now - self._began
+    def launched(self, step: Step, began: float, now: float) -> None:
+        """A step has been launched, whose scheduling began at `began`."""
+        spent = now - began
         self._launch_seconds = max(spent, 0.9 * self._launch_seconds)
         if not self._kinds:
             self._oldest_began = now
         self._kinds.append(_kind(step))
 
     def collected(self, busy_seconds: float, now: float) -> None:
-        """The oldest step in flight has ended; the next one, if there is one, began then."""
+        """The oldest step in flight has ended (busy_seconds 0: unknown); the next one, if there is one, began then."""
         kind = self._kinds.pop(0)
         self._oldest_began = now
         if busy_seconds > 0:
             self._seconds[kind] = min(busy_seconds, self._seconds.get(kind, busy_seconds) * _RISE)
-
-    def failed(self) -> None:
-        """The oldest step in flight has ended without a result."""
-        del self._kinds[:1]
 
 
 def _kind(step: Step) -> tuple[int, bool]:

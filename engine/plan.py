@@ -17,6 +17,7 @@ class Plan:
         reading: tokens of prompts that may still be read for guesses.
         room: guesses for which a sequence may yet wait.
         guessing: decoding sequences whose next tokens may be guessed.
+        started: as in Step.
     """
 
     step_id: int
@@ -35,6 +36,13 @@ class Plan:
     logprobs: tuple[tuple[int, int], ...] = ()
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     guessing: list[Sequence] = field(default_factory=list)
+    started: list[tuple[str, int]] = field(default_factory=list)
+
+    def draw(self, row: int, mask: bytes | None) -> None:
+        """A token is drawn for the row from the last work, of those that the mask allows (None: all)."""
+        if mask is not None:
+            self.masks.append((len(self.samples), mask))
+        self.samples.append(Sample(len(self.works) - 1, row))
 
     def step(self) -> Step:
         """What has been planned."""
@@ -49,4 +57,5 @@ class Plan:
             drafts=tuple(self.drafts),
             logprobs=self.logprobs,
             prompt_logprobs=tuple(self.prompt_logprobs),
+            started=tuple(self.started),
         )

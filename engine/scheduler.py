@@ -19,15 +19,6 @@ Rules kept here:
   do not fit are passed by, each MAX_OVERTAKEN times at most; then nobody of a later rank is admitted before it.
 - With full-length reservation a sequence gets, when it is admitted, the pages of its prompt and all its max_tokens, as
   engines without paging do, and never lacks one afterwards.
-- A sequence with a grammar draws a token only when the one before it has been collected: that one says what may come.
-  So does one whose guesses go well (`engine.ngram`); they follow its latest token, and have to be known. But only so
-  many wait as all their guesses have room for: the others would lose the overlap of steps for nothing.
-- Guesses come last in a step: they get what is left of its tokens and samples, and of the pages beyond the watermark.
-  A step draws a token behind each, with that position's own random number, as plain decoding would: as long as the
-  guess is the token drawn before it, the token behind it counts. So texts are those of plain decoding, greedy or not;
-  and a guess x is accepted with probability p(x), else replaced by a draw from what p has besides x, which is the
-  rejection rule of speculative sampling for a proposal that is certain (Leviathan et al., arXiv:2211.17192). K and V
-  of a wrong guess lie beyond `num_computed`, where the next step writes.
 - Logprobs of a prompt are of its leader, in the order of its tokens, each once: after a preemption it goes on behind
   those that have been collected. What is still to be reported is computed, never matched.
 - Without chunked prefill, prompts come before decodes and wait for a step that takes them whole; only a prompt beyond
@@ -36,26 +27,24 @@ Rules kept here:
 
 import random
 from collections import Counter
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from engine.cache.kv_cache import CacheView, KVCache
-from engine.cache.pool import IntegrityError
-from engine.grammar import GrammarError, Matcher, Matchers
-from engine.limits import Limits
-from engine.messages import CoreStats
-from engine.ngram import NGrams, PromptRuns
+from engine.cache.pool import check
+from engine.config import EngineConfig
+from engine.grammar import GrammarError, GrammarMatcher, Grammars
+from engine.limits import check_limits
+from engine.messages import CoreInfo, CoreStats
+from engine.ngram import PromptRuns
 from engine.plan import Plan
 from engine.request import FinishReason, RejectReason, Request, RequestRejected
 from engine.sequence import Sequence, SequenceUpdate, State
 from engine.step import Draft, PageUpdate, PromptLogprobs, RowInit, RowWork, Sample, Step, StepResult
 from engine.trace import TraceEvent, Tracer
-from engine.waiting import DECODE_WORK, PREFILL_WORK, WaitingQueue
+from engine.waiting import DECODE_WORK, MAX_OVERTAKEN, PREFILL_WORK, WaitingQueue
 
-__all__ = ["IntegrityError", "Scheduler", "SequenceUpdate"]
-
-MAX_OVERTAKEN = 64
 WATERMARK = 0.01  # of the pool; at least one page
 MOVING = 131_072  # tokens of the sequences that take a row in one step, if there are several
 READING = 2048  # tokens of prompts that a step reads for guesses, beside those that it computes
@@ -67,80 +56,47 @@ class Scheduler:
     """Continuous batching over a paged KV pool with a prefix cache.
 
     Args:
-        num_pages, page_size: the KV pool, and tokens in a page.
-        max_num_seqs: rows: most sequences in a step.
-        max_num_batched_tokens: most tokens in a step.
-        max_model_len: most tokens of prompt and completion.
-        vocab_size: token ids are below it.
-        eos_token_ids: end a sequence, unless it ignores them.
-        prefix_cache: share the pages of equal prefixes.
-        chunked_prefill: cut prompts to the budget that decodes leave.
-        reserve_full_length: admit only with pages for prompt and max_tokens; kept to measure against.
-        longest_prefix_first: of a tenant's waiting sequences, those with the longest cached prefix come first.
-        max_queue_requests, max_queue_tokens: requests, and tokens of their prompts, that may wait for their first step.
-        look_ahead: how many that do not fit may be passed by (0: strictly first come).
-        watermark: share of the pool to spare when one is admitted beside others (0: none).
-        speculative_length, speculative_window: of `engine.ngram`; length 0: nothing is guessed.
-        max_samples: most tokens drawn in a step, those behind guesses included (0: max_num_seqs).
-        seed: of the seeds minted for requests without one (None: new at every start).
+        config: how requests are queued, admitted and guessed for.
+        info: the pool, and the most that a step and a sequence may hold.
         grammars: makes the matchers of requests that have a grammar.
         tracer: is told what happens to each request.
+        watermark: share of the pool to spare when one is admitted beside others (0: none).
+
+    Attributes:
+        draining: no new request is taken.
     """
 
     def __init__(
         self,
-        *,
-        num_pages: int,
-        page_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        vocab_size: int,
-        eos_token_ids: SequenceOf[int],
-        prefix_cache: bool = True,
-        chunked_prefill: bool = True,
-        reserve_full_length: bool = False,
-        longest_prefix_first: bool = False,
-        max_queue_requests: int = 16_384,
-        max_queue_tokens: int = 16_777_216,
-        look_ahead: int = 4,
-        watermark: float = WATERMARK,
-        speculative_length: int = 0,
-        speculative_window: tuple[int, int] = (2, 4),
-        max_samples: int = 0,
-        seed: int | None = None,
-        grammars: Matchers | None = None,
+        config: EngineConfig,
+        info: CoreInfo,
+        grammars: Grammars | None = None,
         tracer: Tracer | None = None,
+        *,
+        watermark: float = WATERMARK,
     ) -> None:
         self.draining = False
-        self._grammars = grammars
-        self._tracer = tracer
-        self._limits = Limits(max_model_len, vocab_size, num_pages * page_size)
-        self._cache = KVCache(num_pages, page_size, prefix_cache=prefix_cache)
-        self._budget = max_num_batched_tokens
-        self._chunked = chunked_prefill
-        self._reserve = reserve_full_length
-        self._look_ahead = look_ahead
-        self._guess = speculative_length, speculative_window
-        self._max_samples = max_samples or max_num_seqs
-        self._watermark = 0 if reserve_full_length or not watermark else max(1, int(num_pages * watermark))
-        self._eos = dict.fromkeys(eos_token_ids, FinishReason.EOS)
-        self._random = random.Random(seed)
-        self._stats = CoreStats(total_pages=num_pages)
+        self.grammars = grammars or Grammars()
+        self.tracer = tracer or Tracer(0)
+        self._config, self._info = config, info
+        self._cache = KVCache(info.num_pages, info.page_size, prefix_cache=config.prefix_cache)
+        self._budget = info.max_num_batched_tokens
+        self._reserve = config.reserve_full_length
+        self._guess = 0 if config.speculative == "off" else config.speculative_length
+        self._max_samples = info.max_samples or info.max_num_seqs
+        self._watermark = 0 if self._reserve or not watermark else max(1, int(info.num_pages * watermark))
+        self._eos = dict.fromkeys(info.eos_token_ids, FinishReason.EOS)
+        self._random = random.Random(config.seed)
+        self._stats = CoreStats(total_pages=info.num_pages)
         self._live: dict[str, dict[int, Sequence]] = {}  # unfinished sequences, by request and index
-        self._new: dict[str, int] = {}  # live requests of which nothing was scheduled yet: tokens of their prompts
-        self._new_tokens = 0  # of all of them
-        self._max_new, self._max_new_tokens = max_queue_requests, max_queue_tokens
-        self._started: list[tuple[str, int]] = []
         self._num_sequences = 0  # live ones
-        self._arrivals = 0
-        self._waiting = WaitingQueue(MAX_OVERTAKEN, self._cache.hit if longest_prefix_first else None)
+        self._waiting = WaitingQueue(config, self._cache.hit if config.admission == "prefix" else None)
         self._prefilling: dict[Sequence, None] = {}  # running, in the order of admission
         self._decoding: dict[Sequence, None] = {}
         self._leaving: list[Sequence] = []  # no longer running, but used by a step in flight
-        self._rows: list[Sequence | None] = [None] * max_num_seqs
+        self._rows: dict[int, Sequence] = {}  # of those running and leaving
+        self._free_rows = list(range(info.max_num_seqs - 1, -1, -1))
         self._asked: dict[int, int] = {}  # rows whose samples have logprobs, and of how many of the likeliest
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._in_flight: dict[int, Step] = {}
         self._next_id = 0
         self._short = False  # the step before lacked pages
@@ -153,79 +109,46 @@ class Scheduler:
         Raises: RequestRejected.
         """
         try:
-            if self.draining:
-                raise RequestRejected(RejectReason.DRAINING, "the engine is draining and takes no new requests")
-            if request.request_id in self._live:
-                message = f"a request {request.request_id!r} is live"
-                raise RequestRejected(RejectReason.DUPLICATE_ID, message, "request_id")
-            self._limits.check(request)
-            self._check_room(len(request.prompt))
-            matchers = self._matchers(request)
+            matchers = self._check(request)
         except RequestRejected:
             self._stats.requests_rejected += 1
             raise
         self._stats.requests_accepted += 1
-        self._arrivals += 1
-        params = request.params
+        params, arrival = request.params, self._stats.requests_accepted
         if params.seed is None:
-            params = replace(params, seed=self._random.getrandbits(63))
-            request = replace(request, params=params)
-        stops = dict.fromkeys(params.stop_token_ids, FinishReason.STOP_TOKEN) | ({} if params.ignore_eos else self._eos)
-        max_length = len(request.prompt) + params.max_tokens
-        guessing = self._guess[0] > 0 and request.speculative
+            request = replace(request, params=replace(params, seed=self._random.getrandbits(63)))
+        guessing = self._guess > 0 and request.speculative
+        guess = (self._guess, PromptRuns(request.prompt, self._config.speculative_window)) if guessing else None
         sequences = [
-            Sequence(
-                request=request,
-                index=index,
-                rank=(-request.priority, self._arrivals, index),
-                max_length=max_length,
-                stops=stops,
-                stop_mask=tuple(stops) if params.min_tokens and not request.grammar else (),
-                tokens=[],
-                num_tokens=len(request.prompt),
-                logprobs_from=max_length if index or params.prompt_logprobs is None else 1,
-                matcher=matchers[index],
-                special=guessing or bool(request.grammar),
-            )
-            for index in range(params.n)
+            Sequence(request, index, (-request.priority, arrival, index), matcher, self._eos, guess)
+            for index, matcher in enumerate(matchers)
         ]
-        if guessing:
-            length, window = self._guess
-            runs = PromptRuns(request.prompt, window)
-            for sequence in sequences:
-                sequence.ngrams = NGrams(sequence.tokens, length, runs)
         self._live[request.request_id] = dict(enumerate(sequences))
-        self._new[request.request_id] = len(request.prompt)
-        self._new_tokens += len(request.prompt)
-        self._waiting.join(request.tenant)
-        self._num_sequences += params.n
-        if self._tracer:
-            before = [("arrived", request.arrival), *request.marks]
-            self._tracer.begin(request.request_id, [TraceEvent(at, kind, {}) for kind, at in before])
-            ahead = len(self._waiting)
-            self._tracer.add(request.request_id, "queued", prompt_tokens=len(request.prompt), n=params.n, ahead=ahead)
+        self._num_sequences += len(sequences)
+        self._waiting.join(request)
+        before = [("arrived", request.arrival), *request.marks]
+        self.tracer.begin(request.request_id, [TraceEvent(at, kind, {}) for kind, at in before])
+        ahead = len(self._waiting)
+        self.tracer.add(request.request_id, "queued", prompt_tokens=len(request.prompt), n=params.n, ahead=ahead)
         self._enqueue(sequences)
 
-    def _check_room(self, tokens: int) -> None:
-        """Raises: RequestRejected, QUEUE_FULL. A prompt of any length is taken while nobody waits."""
-        if len(self._new) >= self._max_new:
-            raise RequestRejected(RejectReason.QUEUE_FULL, f"{len(self._new)} requests are waiting already")
-        if self._new and self._new_tokens + tokens > self._max_new_tokens:
-            waiting = f"{len(self._new)} requests with {self._new_tokens} prompt tokens are waiting already"
-            raise RequestRejected(RejectReason.QUEUE_FULL, f"{waiting}; {tokens} more are too many")
-
-    def _matchers(self, request: Request) -> list[Matcher | None]:
-        """One for each continuation. Raises: RequestRejected where the grammar is not held, or cannot be followed."""
+    def _check(self, request: Request) -> list[GrammarMatcher | None]:
+        """The matchers of the request's sequences. Raises: RequestRejected where it cannot be taken."""
+        if self.draining:
+            raise RequestRejected(RejectReason.DRAINING, "the engine is draining and takes no new requests")
+        if request.request_id in self._live:
+            raise RequestRejected(RejectReason.DUPLICATE_ID, f"a request {request.request_id!r} is live", "request_id")
+        check_limits(request, self._info)
+        self._waiting.check_room(len(request.prompt))
         if not request.grammar:
             return [None] * request.params.n
-        source = self._grammars
         try:
-            made = [None if source is None else source.matcher(request.grammar) for _ in range(request.params.n)]
+            matchers = [self.grammars.matcher(request.grammar) for _ in range(request.params.n)]
         except GrammarError as error:
             raise RequestRejected(RejectReason.INVALID, str(error), "constraint") from error
-        if None in made:
+        if None in matchers:
             raise RequestRejected(RejectReason.UNKNOWN_GRAMMAR, "the engine does not hold this grammar", "constraint")
-        return made
+        return matchers
 
     def _enqueue(self, siblings: list[Sequence]) -> None:
         """Queues the first of these; the others wait for it to have the prompt computed."""
@@ -255,11 +178,6 @@ class Scheduler:
         """Whether a sequence of the request is unfinished."""
         return request_id in self._live
 
-    def started(self) -> list[tuple[str, int]]:
-        """(request id, cached tokens) of the requests that were first scheduled since the last call."""
-        started, self._started = self._started, []
-        return started
-
     # A step is made.
 
     def schedule(self) -> Step | None:
@@ -276,14 +194,14 @@ class Scheduler:
     def _plan(self) -> Step | None:
         plan = Plan(self._next_id, self._budget, reading=READING, moving=MOVING)
         decoding = tuple(self._decoding)
-        decode_first = self._chunked or self._short
+        decode_first = self._config.chunked_prefill or self._short
         if decode_first:
             self._decode(plan, decoding)
         self._prefill(plan)
         self._admit(plan)
         if not decode_first:
             self._decode(plan, decoding)
-        if plan.guessing and not plan.short:
+        if not plan.short:
             self._speculate(plan)
         self._short = plan.short
         return self._close(plan)
@@ -304,7 +222,8 @@ class Scheduler:
         limit, running = len(works) + plan.budget, State.RUNNING
         plan.room = self._max_samples - len(decoding)
         for sequence in decoding:
-            if len(works) >= limit:
+            place = len(works)
+            if place >= limit:
                 break
             # It may just have been preempted, or its last token may be in flight.
             if sequence.state is not running or sequence.num_tokens >= sequence.max_length:
@@ -312,18 +231,17 @@ class Scheduler:
             special = sequence.special
             if special and self._waits(plan, sequence):
                 continue
-            position = sequence.num_computed
+            position, row = sequence.num_computed, sequence.row
             if position == len(sequence.pages) * page_size and not self._grow(plan, sequence, 1):
                 continue
-            row = sequence.row
             # The plain constructor of a tuple: a named one's own takes three times as long, for every token.
+            works.append(_tuple(RowWork, (row, position, 1)))
             if special:
-                if sequence.matcher is not None:
-                    self._limit(plan, sequence, sequence.matcher)
+                plan.draw(row, sequence.mask())
                 if sequence.ngrams is not None and sequence.num_tokens == len(sequence.tokens):
                     plan.guessing.append(sequence)
-            samples.append(_tuple(Sample, (len(works), row)))
-            works.append(_tuple(RowWork, (row, position, 1)))
+            else:
+                samples.append(_tuple(Sample, (place, row)))
             sequence.num_computed = position + 1
             sequence.num_tokens += 1
             sequence.last_step = step_id
@@ -334,7 +252,12 @@ class Scheduler:
         plan.budget = limit - len(works)
 
     def _waits(self, plan: Plan, sequence: Sequence) -> bool:
-        """Whether the sequence has to wait for its last token, or does better to."""
+        """Whether the sequence has to wait for its last token to be collected, or does better to.
+
+        With a grammar it has to, since that token says what may come, and so it has while guesses may yet be accepted.
+        Where guesses go well (`engine.ngram`) it does better to, since they follow its latest token. But only so many
+        wait as all their guesses have room for: the others would lose the overlap of steps for nothing.
+        """
         if sequence.num_tokens == len(sequence.tokens):
             return False
         ngrams, waits = sequence.ngrams, sequence.matcher is not None or sequence.guessed
@@ -342,71 +265,55 @@ class Scheduler:
             if not waits and plan.room > 0:
                 plan.reading = ngrams.follow(plan.reading)
                 waits = ngrams.worth_waiting
-            plan.room -= waits * self._guess[0]
+            plan.room -= waits * self._guess
         return waits
 
     def _speculate(self, plan: Plan) -> None:
-        """Adds guesses at what follows the tokens that decoding sequences draw."""
-        spare = self._cache.available - self._watermark
+        """Adds guesses at what decoding sequences draw: with what is left of tokens, samples, and pages to spare.
+
+        A token is drawn behind each, with that position's own random number, as plain decoding would: as long as the
+        guess is the token drawn before it, the token behind it counts. So texts are those of plain decoding, greedy or
+        not; and a guess x is accepted with probability p(x), else replaced by a draw from what p has besides x, which
+        is the rejection rule of speculative sampling for a proposal that is certain (Leviathan et al.,
+        arXiv:2211.17192). K and V of a wrong guess lie beyond `num_computed`, where the next step writes.
+        """
+        spare, page_size = self._cache.available - self._watermark, self._cache.page_size
         for sequence in plan.guessing:
             room = min(plan.budget, self._max_samples - len(plan.samples), sequence.max_length - sequence.num_tokens)
-            if sequence.state is not State.RUNNING or sequence.ngrams is None or room <= 0:
+            start, row, ngrams = sequence.num_computed, sequence.row, sequence.ngrams
+            if room <= 0 or ngrams is None:
                 continue
-            start, held = sequence.num_computed, len(sequence.pages) * self._cache.page_size
-            plan.reading = sequence.ngrams.follow(plan.reading)
-            guesses = sequence.ngrams.guesses(min(room, held - start + max(0, spare) * self._cache.page_size))
-            missing = self._cache.missing(sequence, start + len(guesses))
+            plan.reading = ngrams.follow(plan.reading)
+            held = len(sequence.pages) * page_size - start
+            guesses = ngrams.guesses(min(room, held + max(0, spare) * page_size))
+            masks = sequence.masks_behind(guesses)
+            count = len(masks)
+            if not count:
+                continue
+            missing = self._cache.missing(sequence, start + count)
             if missing > 0:
                 spare -= missing
-                plan.page_updates.append(
-                    PageUpdate(sequence.row, len(sequence.pages), self._cache.grow(sequence, missing))
-                )
-            count = self._verify(plan, sequence, guesses)
-            if count:
-                plan.drafts.append(Draft(sequence.row, start, guesses[:count]))
-                sequence.guessed = True
-
-    def _verify(self, plan: Plan, sequence: Sequence, guesses: tuple[int, ...]) -> int:
-        """Plans works and samples for guesses up to the first that ends the text, or that its grammar does not allow.
-
-        Returns: how many.
-        """
-        matcher, row, start = sequence.matcher, sequence.row, sequence.num_computed
-        count = accepted = 0
-        for guess in guesses:
-            if guess in sequence.stops:
-                break
-            if matcher is not None:
-                if not matcher.accept(guess):
-                    break
-                accepted += 1
-                if matcher.terminated:
-                    break
-                self._limit(plan, sequence, matcher, ahead=accepted)
-            plan.samples.append(Sample(len(plan.works), row))
-            plan.works.append(RowWork(row, start + count, 1))
-            count += 1
-        if matcher is not None and accepted:
-            matcher.rollback(accepted)
-        plan.budget -= count
-        self._stats.draft_tokens += count
-        if self._waiting.contended:
+                self._lengthen(plan, sequence, missing)
+            for place, mask in enumerate(masks, start):
+                plan.works.append(RowWork(row, place, 1))
+                plan.draw(row, mask)
+            plan.drafts.append(Draft(row, start, guesses[:count]))
+            sequence.guessed = True
+            plan.budget -= count
+            self._stats.draft_tokens += count
             self._waiting.charge(sequence.request.tenant, PREFILL_WORK * count)
-        return count
 
     def _prefill(self, plan: Plan) -> None:
         for sequence in tuple(self._prefilling):
-            if not plan.budget:
-                return
-            if sequence.state is State.RUNNING:
+            if plan.budget and sequence.state is State.RUNNING:
                 self._compute(plan, sequence)
 
     def _admit(self, plan: Plan) -> None:
-        if not (self._waiting and self._free_rows and plan.budget) or plan.short:
-            return
         passed: list[Sequence] = []
-        for sequence in self._waiting.candidates():
-            if sequence.row >= 0:  # a step in flight uses what it held
+        candidates = self._waiting.candidates()
+        while self._free_rows and plan.budget and plan.moving > 0 and not plan.short:
+            sequence = next(candidates, None)
+            if sequence is None or sequence.row >= 0:  # a step in flight uses what it held
                 return
             if self._fits(plan, sequence):
                 overtaken = {*passed, *self._waiting.remove(sequence)}
@@ -416,9 +323,7 @@ class Scheduler:
                     one.overtaken += 1
             else:
                 passed.append(sequence)
-            if len(passed) > self._look_ahead or any(one.overtaken >= MAX_OVERTAKEN for one in passed):
-                return
-            if not (self._free_rows and plan.budget and plan.moving > 0) or plan.short:
+            if len(passed) > self._config.look_ahead or any(one.overtaken >= MAX_OVERTAKEN for one in passed):
                 return
 
     def _fits(self, plan: Plan, sequence: Sequence) -> bool:
@@ -428,7 +333,7 @@ class Scheduler:
             return False
         self._cache.acquire(sequence)
         gap = sequence.num_tokens - sequence.num_computed
-        whole = self._chunked or gap <= plan.budget or plan.budget == self._budget
+        whole = self._config.chunked_prefill or gap <= plan.budget or plan.budget == self._budget
         wanted = sequence.max_length if self._reserve else sequence.num_tokens
         if whole and self._cache.available - self._cache.missing(sequence, wanted) >= kept:
             return True
@@ -440,13 +345,10 @@ class Scheduler:
         self._occupy(plan, sequence)
         self._prefilling[sequence] = None
         sequence.overtaken = 0
-        if self._tracer:
-            pages, cached = len(sequence.pages), sequence.num_computed
-            self._trace(sequence, "admitted", row=sequence.row, cached_tokens=cached, cached_pages=pages)
-        request_id, hit = sequence.request.request_id, sequence.num_computed
-        if request_id in self._new:
-            self._new_tokens -= self._new.pop(request_id)
-            self._started.append((request_id, hit))
+        hit, pages = sequence.num_computed, len(sequence.pages)
+        self._trace(sequence, "admitted", row=sequence.row, cached_tokens=hit, cached_pages=pages)
+        if self._waiting.begin(sequence.request):
+            plan.started.append((sequence.request.request_id, hit))
             if sequence.node is not None:
                 self._stats.prefix_query_tokens += min(sequence.num_tokens, sequence.logprobs_from)
                 self._stats.prefix_hit_tokens += hit
@@ -489,11 +391,9 @@ class Scheduler:
             plan.prompt_logprobs.append(PromptLogprobs(len(plan.works) - 1, first, end, top))
         plan.budget -= chunk
         self._stats.prefill_tokens += chunk
-        if self._tracer:
-            pages = len(sequence.pages)
-            self._trace(sequence, "prefill", step=plan.step_id, start=position, tokens=chunk, pages_held=pages)
-        if self._waiting.contended:
-            self._waiting.charge(sequence.request.tenant, PREFILL_WORK * chunk)
+        pages = len(sequence.pages)
+        self._trace(sequence, "prefill", step=plan.step_id, start=position, tokens=chunk, pages_held=pages)
+        self._waiting.charge(sequence.request.tenant, PREFILL_WORK * chunk)
         sequence.num_computed += chunk
         sequence.last_step = plan.step_id
         if sequence.ngrams is not None:
@@ -508,20 +408,10 @@ class Scheduler:
 
     def _draw(self, plan: Plan, sequence: Sequence) -> None:
         """The sequence draws its first token in this row, from the work planned last."""
-        if sequence.matcher is not None:
-            self._limit(plan, sequence, sequence.matcher)
-        plan.samples.append(Sample(len(plan.works) - 1, sequence.row))
+        plan.draw(sequence.row, sequence.mask())
         sequence.num_tokens += 1
         sequence.last_step = plan.step_id
         self._decoding[sequence] = None
-
-    def _limit(self, plan: Plan, sequence: Sequence, matcher: Matcher, ahead: int = 0) -> None:
-        """The next sample of the step, which is the sequence's, `ahead` guesses on, is limited to what may come."""
-        request = sequence.request
-        early = len(sequence.tokens) + ahead - len(request.prompt) < request.params.min_tokens
-        mask = matcher.mask(sequence.stops if early else ())
-        if mask is not None:
-            plan.masks.append((len(plan.samples), mask))
 
     def _fork(self, plan: Plan, leader: Sequence, sibling: Sequence) -> None:
         """A sibling goes on from the leader's prompt. It queues on its own where it does not fit in this step."""
@@ -549,10 +439,12 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return False
-        first = len(sequence.pages)
-        pages = self._cache.grow(sequence, min(wanted, self._cache.available))
-        plan.page_updates.append(PageUpdate(sequence.row, first, pages))
+        self._lengthen(plan, sequence, min(wanted, self._cache.available))
         return True
+
+    def _lengthen(self, plan: Plan, sequence: Sequence, count: int) -> None:
+        first = len(sequence.pages)
+        plan.page_updates.append(PageUpdate(sequence.row, first, self._cache.grow(sequence, count)))
 
     def _standing(self, sequence: Sequence) -> tuple[Any, ...]:
         """The last of running sequences in this order is preempted first."""
@@ -563,17 +455,15 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._stats.preemptions += 1
-        if self._tracer:
-            self._trace(sequence, "preempted", pages=len(sequence.pages), tokens=len(sequence.tokens))
+        self._trace(sequence, "preempted", pages=len(sequence.pages), tokens=len(sequence.tokens))
         self._stop(sequence)
         sequence.state = State.WAITING
         self._waiting.add(sequence)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         """The sequence is over, in whatever state it was."""
-        if self._tracer:
-            generated = max(0, len(sequence.tokens) - len(sequence.request.prompt))
-            self._trace(sequence, "finished", reason=reason.name, tokens=generated)
+        generated = max(0, len(sequence.tokens) - len(sequence.request.prompt))
+        self._trace(sequence, "finished", reason=reason.name, tokens=generated)
         if sequence.state is State.RUNNING:
             self._stop(sequence)
         elif sequence.leader is not None:
@@ -591,8 +481,7 @@ class Scheduler:
         del siblings[sequence.index]
         if not siblings:
             del self._live[request_id]
-            self._new_tokens -= self._new.pop(request_id, 0)
-            self._waiting.leave(sequence.request.tenant)
+            self._waiting.leave(sequence.request)
             if reason is FinishReason.ABORT:
                 self._stats.requests_aborted += 1
             else:
@@ -612,183 +501,13 @@ class Scheduler:
         return sequence.last_step >= next(iter(self._in_flight), self._next_id)
 
     def _release(self, sequence: Sequence) -> None:
-        if self._tracer:
-            self._trace(sequence, "released", pages=len(sequence.pages), cached_tokens=sequence.num_cached)
-        self._rows[sequence.row] = None
+        self._trace(sequence, "released", pages=len(sequence.pages), cached_tokens=sequence.num_cached)
+        del self._rows[sequence.row]
         self._asked.pop(sequence.row, None)
         self._free_rows.append(sequence.row)
         sequence.row = -1
         sequence.num_tokens = len(sequence.tokens)
         self._cache.release(sequence)
-
-    # A step is collected.
-
-    def update(self, step: Step, result: StepResult) -> list[SequenceUpdate]:
-        """Takes in what a step brought: tokens are appended, ends are judged, rows and pages go back."""
-        updates: list[SequenceUpdate] = []
-        ended: list[tuple[Sequence, FinishReason]] = []
-        rows, page_size, tracer, running = self._rows, self._cache.page_size, self._tracer, State.RUNNING
-        plain = len(step.samples) - step.num_drafts
-        for index in result.failed:
-            if index < plain:
-                self._spoilt(step, index, updates)
-        updates += self._prompt_updates(step, result)
-        guessed = _guessed(step, result, plain) if step.drafts else {}
-        generated = -len(updates)
-        for (_, row), token in zip(step.samples[:plain], result.tokens[:plain], strict=True):
-            sequence = rows[row]
-            if sequence is None:
-                raise IntegrityError(f"row {row} is empty while a step in flight uses it")
-            if sequence.state is not running and self._is_void(sequence, step):
-                continue
-            tokens = sequence.tokens
-            tokens.append(token)
-            if tracer and len(tokens) == len(sequence.request.prompt) + 1:
-                self._trace(sequence, "first_token", step=step.step_id)
-            taken: tuple[int, ...] = (token,)
-            finish = None
-            if sequence.special:
-                taken, finish = self._take(sequence, token, guessed.get(row, ()))
-                generated += len(taken) - 1
-                if finish is FinishReason.ERROR:
-                    updates.append(self._fail(sequence, f"its grammar does not allow token {tokens[-1]}"))
-                    continue
-            elif token in sequence.stops or len(tokens) >= sequence.max_length:
-                finish = self._judge(sequence, token)
-            if sequence.num_computed - sequence.num_cached >= page_size:
-                self._cache.publish(sequence)
-            updates.append(SequenceUpdate(sequence.request.request_id, sequence.index, taken, finish))
-            if finish is not None:
-                ended.append((sequence, finish))
-        self._add_logprobs(step, result, updates)
-        self._stats.generated_tokens += generated + len(updates)
-        for sequence, finish in ended:
-            self._end(sequence, finish)
-        self._collected(step)
-        return updates
-
-    def _trace(self, sequence: Sequence, kind: str, **attributes: int | float | str) -> None:
-        assert self._tracer is not None
-        self._tracer.add(sequence.request.request_id, kind, index=sequence.index, **attributes)
-
-    def _prompt_updates(self, step: Step, result: StepResult) -> list[SequenceUpdate]:
-        """The logprobs of prompts that a step brought."""
-        updates = []
-        for wanted, records in zip(step.prompt_logprobs, result.prompt_logprobs, strict=True):
-            sequence = self._row(step.works[wanted.work].row)
-            if not self._is_void(sequence, step):
-                request = sequence.request
-                sequence.logprobs_from = wanted.end if wanted.end < len(request.prompt) else sequence.max_length
-                updates.append(SequenceUpdate(request.request_id, sequence.index, (), None, prompt_logprobs=records))
-        return updates
-
-    def _add_logprobs(self, step: Step, result: StepResult, updates: list[SequenceUpdate]) -> None:
-        """Gives the updates the logprobs of their tokens, where they are asked for."""
-        if not step.logprobs:
-            return
-        taken = {(update.request_id, update.index): update for update in updates if update.tokens}
-        for (index, _), record in zip(step.logprobs, result.logprobs, strict=True):
-            sequence = self._row(step.samples[index].row)
-            if not self._is_void(sequence, step):
-                update = taken[sequence.request.request_id, sequence.index]
-                # Of a row with guesses the first samples are its tokens: those behind a wrong guess are none.
-                if len(update.logprobs) < len(update.tokens) * len(record):
-                    update.logprobs += record
-
-    def _judge(self, sequence: Sequence, token: int) -> FinishReason | None:
-        """How the sequence's last token ends it; ERROR where its grammar does not allow the token."""
-        tokens, request, matcher = sequence.tokens, sequence.request, sequence.matcher
-        if matcher is not None:
-            if not matcher.accept(token):
-                return FinishReason.ERROR
-            if matcher.terminated:
-                return FinishReason.EOS
-        finish = sequence.stops.get(token)
-        if finish is not None and len(tokens) - len(request.prompt) > request.params.min_tokens:
-            return finish
-        return FinishReason.LENGTH if len(tokens) >= sequence.max_length else None
-
-    def _take(
-        self, sequence: Sequence, token: int, guessed: SequenceOf[tuple[int, int]]
-    ) -> tuple[tuple[int, ...], FinishReason | None]:
-        """What a step brought a sequence whose last token is `token`: it, and the tokens behind right guesses.
-
-        Args:
-            guessed: guesses, each with the token drawn behind it.
-
-        Returns: the tokens, none where its grammar does not allow one; and how it ends.
-        """
-        taken = [token]
-        finish = self._judge(sequence, token)
-        for guess, following in guessed:
-            if finish is not None or guess != taken[-1]:
-                break
-            sequence.tokens.append(following)
-            taken.append(following)
-            finish = self._judge(sequence, following)
-        sequence.guessed = False
-        accepted = len(taken) - 1
-        sequence.num_tokens += accepted
-        sequence.num_computed += accepted
-        self._stats.accepted_tokens += accepted
-        return () if finish is FinishReason.ERROR else tuple(taken), finish
-
-    def _row(self, row: int) -> Sequence:
-        """The sequence in a row of a step in flight (rows go back after their last step)."""
-        sequence = self._rows[row]
-        if sequence is None:
-            raise IntegrityError(f"row {row} is empty while a step in flight uses it")
-        return sequence
-
-    def _is_void(self, sequence: Sequence, step: Step) -> bool:
-        """Whether a sample is surplus: the sequence had ended, or was restarted after a failure."""
-        return sequence.state is State.FINISHED or step.step_id <= sequence.void_through
-
-    def _spoilt(self, step: Step, index: int, updates: list[SequenceUpdate]) -> None:
-        sequence = self._row(step.samples[index].row)
-        # The page that spoilt its logits may be one that it only read. A grammar without a way out spoils none.
-        dead_end = any(at == index and not any(mask) for at, mask in step.masks)
-        if not dead_end:
-            self._cache.withdraw(sequence, 0)
-        if not self._is_void(sequence, step):
-            message = "its grammar allows no token" if dead_end else "its logits are not finite"
-            updates.append(self._fail(sequence, message))
-
-    def _fail(self, sequence: Sequence, message: str) -> SequenceUpdate:
-        self._end(sequence, FinishReason.ERROR)
-        request_id = sequence.request.request_id
-        return SequenceUpdate(request_id, sequence.index, (), FinishReason.ERROR, message=message)
-
-    def fail(self, step: Step, message: str) -> list[SequenceUpdate]:
-        """The step raised: its sequences end with ERROR, and what it wrote is trusted no more. All others live on."""
-        spoilt: set[int] = set()
-        for later in self._in_flight.values():
-            if later.step_id >= step.step_id:
-                self._taint(later, spoilt, all_of_it=later is step)
-        for work in step.works:
-            self._cache.withdraw(self._row(work.row), work.start // self._cache.page_size)
-        rows = dict.fromkeys([work.row for work in step.works] + [sample.row for sample in step.samples])
-        parts = [self._row(row) for row in rows]
-        updates = [self._fail(sequence, message) for sequence in parts if not self._is_void(sequence, step)]
-        for sequence in self._rows:
-            if sequence is not None and not spoilt.isdisjoint(sequence.pages):
-                sequence.void_through = sequence.last_step
-                if sequence.state is State.RUNNING:
-                    self._preempt(sequence)
-        self._collected(step)
-        return updates
-
-    def _taint(self, step: Step, spoilt: set[int], *, all_of_it: bool) -> None:
-        """Adds the pages that a step writes wrongly: a failed one all, a later one those that follow from `spoilt`."""
-        for row, start, length in step.works:
-            pages = self._row(row).pages
-            if all_of_it or not spoilt.isdisjoint(pages):
-                spoilt.update(pages[start // self._cache.page_size : -(-(start + length) // self._cache.page_size)])
-        spoilt.update(target for source, target in step.copies if source in spoilt)
-
-    def _collected(self, step: Step) -> None:
-        del self._in_flight[step.step_id]
-        self._sweep()
 
     def _sweep(self) -> None:
         """Takes back what leaving sequences held, as soon as nothing uses it."""
@@ -798,6 +517,112 @@ class Scheduler:
                 self._leaving.append(sequence)
             else:
                 self._release(sequence)
+
+    def _trace(self, sequence: Sequence, kind: str, **attributes: int | float | str) -> None:
+        self.tracer.add(sequence.request.request_id, kind, index=sequence.index, **attributes)
+
+    # A step is collected.
+
+    def update(self, step: Step, result: StepResult) -> list[SequenceUpdate]:
+        """Takes in what a step brought: tokens are appended, ends are judged, rows and pages go back."""
+        plain = len(step.samples) - step.num_drafts
+        updates = [*self._spoilt(step, [at for at in result.failed if at < plain]), *self._prompt_updates(step, result)]
+        ended: list[tuple[Sequence, FinishReason]] = []
+        generated = -len(updates)
+        rows, page_size, running = self._rows, self._cache.page_size, State.RUNNING
+        guessed, records, traced = step.guessed(result), step.records(result), self.tracer.keeps
+        for (_, row), token in zip(step.samples[:plain], result.tokens[:plain], strict=True):
+            sequence = rows[row]
+            if sequence.state is not running and self._is_void(sequence, step):
+                continue
+            tokens = sequence.tokens
+            if traced and len(tokens) == len(sequence.request.prompt):
+                self._trace(sequence, "first_token", step=step.step_id)
+            taken: tuple[int, ...] = (token,)
+            finish = None
+            if sequence.special:
+                taken, finish = sequence.take(token, guessed.get(row, ()))
+                generated += len(taken) - 1
+                self._stats.accepted_tokens += max(0, len(taken) - 1)
+            else:
+                tokens.append(token)
+                if token in sequence.stops or len(tokens) >= sequence.max_length:
+                    finish = sequence.judge(token)
+            if sequence.num_computed - sequence.num_cached >= page_size:
+                self._cache.publish(sequence)
+            updates.append(SequenceUpdate(sequence.request.request_id, sequence.index, taken, finish))
+            if records:
+                updates[-1].logprobs = b"".join(records.get(row, ())[: len(taken)])
+            if finish is not None:
+                ended.append((sequence, finish))
+                if finish is FinishReason.ERROR:
+                    updates[-1].message = f"its grammar does not allow token {tokens[-1]}"
+        self._stats.generated_tokens += generated + len(updates)
+        for sequence, finish in ended:
+            self._end(sequence, finish)
+        self._collected(step)
+        return updates
+
+    def _prompt_updates(self, step: Step, result: StepResult) -> Iterator[SequenceUpdate]:
+        """The logprobs of prompts that a step brought."""
+        for wanted, records in zip(step.prompt_logprobs, result.prompt_logprobs, strict=True):
+            sequence = self._rows[step.works[wanted.work].row]
+            if not self._is_void(sequence, step):
+                request = sequence.request
+                sequence.logprobs_from = wanted.end if wanted.end < len(request.prompt) else sequence.max_length
+                yield SequenceUpdate(request.request_id, sequence.index, (), prompt_logprobs=records)
+
+    def _is_void(self, sequence: Sequence, step: Step) -> bool:
+        """Whether a sample is surplus: the sequence had ended, or was restarted after a failure."""
+        return sequence.state is State.FINISHED or step.step_id <= sequence.void_through
+
+    def _spoilt(self, step: Step, failed: list[int]) -> Iterator[SequenceUpdate]:
+        """Ends the sequences of samples whose logits were not finite.
+
+        The page that spoilt them may be one that the sequence only read. A grammar without a way out spoils none.
+        """
+        for index in failed:
+            sequence = self._rows[step.samples[index].row]
+            dead_end = any(at == index and not any(mask) for at, mask in step.masks)
+            if not dead_end:
+                self._cache.withdraw(sequence, 0)
+            if not self._is_void(sequence, step):
+                yield self._fail(sequence, "its grammar allows no token" if dead_end else "its logits are not finite")
+
+    def _fail(self, sequence: Sequence, message: str) -> SequenceUpdate:
+        self._end(sequence, FinishReason.ERROR)
+        return SequenceUpdate(sequence.request.request_id, sequence.index, (), FinishReason.ERROR, message=message)
+
+    def fail(self, step: Step, message: str) -> list[SequenceUpdate]:
+        """The step raised: its sequences end with ERROR, and what it wrote is trusted no more. All others live on."""
+        spoilt: set[int] = set()
+        for later in self._in_flight.values():
+            if later.step_id >= step.step_id:
+                self._taint(later, spoilt, all_of_it=later is step)
+        for work in step.works:
+            self._cache.withdraw(self._rows[work.row], work.start // self._cache.page_size)
+        rows = dict.fromkeys([work.row for work in step.works] + [sample.row for sample in step.samples])
+        parts = [self._rows[row] for row in rows]
+        updates = [self._fail(sequence, message) for sequence in parts if not self._is_void(sequence, step)]
+        for sequence in list(self._rows.values()):
+            if not spoilt.isdisjoint(sequence.pages):
+                sequence.void_through = sequence.last_step
+                if sequence.state is State.RUNNING:
+                    self._preempt(sequence)
+        self._collected(step)
+        return updates
+
+    def _taint(self, step: Step, spoilt: set[int], *, all_of_it: bool) -> None:
+        """Adds the pages that a step writes wrongly: a failed one all, a later one those that follow from `spoilt`."""
+        for row, start, length in step.works:
+            pages = self._rows[row].pages
+            if all_of_it or not spoilt.isdisjoint(pages):
+                spoilt.update(pages[start // self._cache.page_size : -(-(start + length) // self._cache.page_size)])
+        spoilt.update(target for source, target in step.copies if source in spoilt)
+
+    def _collected(self, step: Step) -> None:
+        del self._in_flight[step.step_id]
+        self._sweep()
 
     # What is known of it all.
 
@@ -844,39 +669,17 @@ class Scheduler:
 
         Raises: IntegrityError.
         """
-        held = [sequence for sequence in self._rows if sequence is not None]
+        held = list(self._rows.values())
         running = {*self._decoding, *self._prefilling}
         live = {sequence for siblings in self._live.values() for sequence in siblings.values()}
         queued = {*self._waiting, *(follower for sequence in live for follower in sequence.followers)}
         self._cache.check_integrity(held)
-        checks = {
-            "a row is lost": len(held) + len(self._free_rows) == len(self._rows),
-            "a sequence is not in its row": all(self._rows[sequence.row] is sequence for sequence in held),
-            "rows are not those of running and leaving": sorted(map(id, held))
-            == sorted(map(id, [*running, *self._leaving])),
-            "the queue is out of order": self._waiting.in_order,
-            "waiting prompts are miscounted": sum(self._new.values()) == self._new_tokens,
-            "live is not running or queued": live == running | queued and not running & queued,
-            "live sequences are miscounted": len(live) == self._num_sequences,
-            "a state is wrong": all((sequence.state is State.RUNNING) == (sequence in running) for sequence in live),
-        }
-        wrong = [message for message, right in checks.items() if not right]
-        if wrong:
-            raise IntegrityError("; ".join(wrong))
-
-
-def _guessed(step: Step, result: StepResult, first: int) -> dict[int, list[tuple[int, int]]]:
-    """By row: the guesses, each with the token drawn behind it, as far as those were drawn from finite logits.
-
-    Where they were not, plain decoding comes to the place itself, if it is on the text's way.
-
-    Args:
-        first: index of the first guess's sample.
-    """
-    failed, guessed = set(result.failed), {}
-    for draft in step.drafts:
-        end = first + len(draft.tokens)
-        good = next((index for index in range(first, end) if index in failed), end)
-        guessed[draft.row] = list(zip(draft.tokens, result.tokens[first:good], strict=False))
-        first = end
-    return guessed
+        rows = sorted([*self._rows, *self._free_rows])
+        check(rows == list(range(self._info.max_num_seqs)), "a row is lost")
+        check(all(one.row == row for row, one in self._rows.items()), "a sequence is not in its row")
+        used = sorted(map(id, [*running, *self._leaving]))
+        check(sorted(map(id, held)) == used, "rows are not those of running and leaving")
+        check(self._waiting.in_order, "the queue is out of order, or miscounted")
+        check(live == running | queued and not running & queued, "live is not running or queued")
+        check(len(live) == self._num_sequences, "live sequences are miscounted")
+        check(all((one.state is State.RUNNING) == (one in running) for one in live), "a state is wrong")

@@ -113,6 +113,8 @@ class Step:
     # (index into samples, of how many of the likeliest tokens beside the drawn one).
     logprobs: tuple[tuple[int, int], ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    # Requests of which this is the first step: (request id, prompt tokens found in the cache).
+    started: tuple[tuple[str, int], ...] = ()
 
     @property
     def num_drafts(self) -> int:
@@ -123,6 +125,26 @@ class Step:
     def num_tokens(self) -> int:
         """Tokens that go through the model."""
         return sum(work.length for work in self.works)
+
+    def guessed(self, result: "StepResult") -> dict[int, list[tuple[int, int]]]:
+        """By row: the guesses, each with the token drawn behind it, as far as those were drawn from finite logits.
+
+        Where they were not, plain decoding comes to the place itself, if it is on the text's way.
+        """
+        first, failed, guessed = len(self.samples) - self.num_drafts, set(result.failed), {}
+        for draft in self.drafts:
+            end = first + len(draft.tokens)
+            good = next((index for index in range(first, end) if index in failed), end)
+            guessed[draft.row] = list(zip(draft.tokens, result.tokens[first:good], strict=False))
+            first = end
+        return guessed
+
+    def records(self, result: "StepResult") -> dict[int, list[bytes]]:
+        """By row: the logprobs of the tokens drawn for it, in their order."""
+        records: dict[int, list[bytes]] = {}
+        for (index, _), record in zip(self.logprobs, result.logprobs, strict=True):
+            records.setdefault(self.samples[index].row, []).append(record)
+        return records
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What happened to the latest requests, and what the latest steps were: bounded, and only where tracing is on.
+"""What happened to the latest requests, and what the latest steps were: bounded.
 
 Scheduler, core and service tell it as things happen. It changes nothing and decides nothing. Times are
 time.monotonic(), which all processes of a machine share.
@@ -58,9 +58,10 @@ class StepTrace(msgspec.Struct, array_like=True):
 
 
 class Tracer:
-    """Keeps the last `requests` requests, and STEPS_PER_REQUEST times as many steps."""
+    """Keeps the last `requests` requests (0: none), and STEPS_PER_REQUEST times as many steps."""
 
     def __init__(self, requests: int) -> None:
+        self.keeps = requests > 0
         self._limit = requests
         self._requests: OrderedDict[str, list[TraceEvent]] = OrderedDict()
         self.steps: deque[StepTrace] = deque(maxlen=STEPS_PER_REQUEST * requests)
@@ -95,7 +96,6 @@ class Tracer:
             )
         )
 
-    def request(self, request_id: str) -> list[TraceEvent] | None:
-        """The events of a request in their order; None where it is not kept."""
-        events = self._requests.get(request_id)
-        return None if events is None else sorted(events, key=lambda event: event.at)
+    def request(self, request_id: str) -> list[TraceEvent]:
+        """The events of a request in their order; empty where it is not kept."""
+        return sorted(self._requests.get(request_id, ()), key=lambda event: event.at)

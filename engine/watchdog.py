@@ -15,7 +15,7 @@ EXIT_STATUS: Final = 75
 
 
 class Watchdog:
-    """Watches one thread's work; `begin` and `end` cost it an assignment each.
+    """Watches one thread's pieces of work, each of which is a `with` block.
 
     Args:
         seconds: that a piece of work may take.
@@ -28,12 +28,10 @@ class Watchdog:
         self._began: float | None = None
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def begin(self) -> None:
-        """A piece of work begins."""
+    def __enter__(self) -> None:
         self._began = time.monotonic()
 
-    def end(self) -> None:
-        """It is done."""
+    def __exit__(self, *_: object) -> None:
         self._began = None
 
     def _watch(self) -> None:

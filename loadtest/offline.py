@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from engine import LLM, FinishReason, Request, SamplingParams
-from engine.scheduler import SequenceUpdate
+from engine.sequence import SequenceUpdate
 from loadtest.records import Fields, LoadTestError
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)

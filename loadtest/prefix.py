@@ -2,9 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.messages import CoreInfo
 from engine.request import Request, RequestRejected, SamplingParams
 from engine.scheduler import WATERMARK, Scheduler
 from engine.step import Step, StepResult
@@ -43,17 +46,9 @@ def simulated_hits(
 
     Raises: RequestRejected when a request is larger than the pool.
     """
-    policy: dict[str, Any] = {"look_ahead": 0, "watermark": 0} if as_vllm else {}
-    scheduler = Scheduler(
-        num_pages=num_pages - as_vllm,
-        page_size=page_size,
-        max_num_seqs=concurrency,
-        max_num_batched_tokens=max_batched_tokens,
-        max_model_len=_ANY,
-        vocab_size=_ANY,
-        eos_token_ids=(),
-        **policy,
-    )
+    config = EngineConfig(Path(), look_ahead=0) if as_vllm else EngineConfig(Path())
+    info = CoreInfo(_ANY, _ANY, [], page_size, num_pages - as_vllm, concurrency, max_batched_tokens)
+    scheduler = Scheduler(config, info, watermark=0 if as_vllm else WATERMARK)
     core, params, coming = EngineCore(scheduler, NoModel()), SamplingParams(temperature=0.0, seed=0), iter(requests)
     live = added = 0
     while True:

@@ -5,13 +5,16 @@ import struct
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
+from engine.config import EngineConfig
 from engine.grammar import GrammarError
+from engine.messages import CoreInfo
 from engine.request import FinishReason, Request, SamplingParams
-from engine.scheduler import Scheduler, SequenceUpdate
-from engine.sequence import Sequence
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence, SequenceUpdate
 from engine.static_scheduler import StaticScheduler
 from engine.step import RowInit, RowWork, Step, StepResult
 
@@ -264,27 +267,33 @@ class Guesser:
         return tuple(t if self.draw.random() < 0.8 else self.draw.randrange(VOCAB) for t in right[:most])
 
 
+def new_scheduler(*, static: bool = False, **settings: object) -> Scheduler:
+    """One of pages of 4 tokens, 64 of them, 8 rows, 32 tokens a step; `settings` of the config, the info or its own."""
+    info = {
+        "num_pages": 64, "page_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 128,
+        "vocab_size": VOCAB, "eos_token_ids": EOS, "max_samples": 0,
+    }  # fmt: skip
+    own = {name: settings.pop(name) for name in ("grammars", "tracer", "watermark") if name in settings}
+    info |= {name: settings.pop(name) for name in info if name in settings}
+    length = settings.pop("speculative_length", 0)
+    guessing = {"speculative": "ngram", "speculative_length": length} if length else {}
+    config = EngineConfig(Path(), **guessing, **settings)
+    return (StaticScheduler if static else Scheduler)(config, CoreInfo(**info), **own)
+
+
 class Harness:
     """A scheduler, a fake runner, and everything that must hold between them after every turn."""
 
     Source = Source
+    new_scheduler = staticmethod(new_scheduler)
 
     def __init__(self, *, depth: int = 0, static: bool = False, check: bool = True, **settings: object) -> None:
-        given = {
-            "num_pages": 64,
-            "page_size": 4,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 32,
-            "max_model_len": 128,
-            "vocab_size": VOCAB,
-            "eos_token_ids": EOS,
-            **settings,
-        }
-        self.scheduler = (StaticScheduler if static else Scheduler)(**given)
-        self.budget, self.max_num_seqs = given["max_num_batched_tokens"], given["max_num_seqs"]
-        self.runner = FakeRunner(given["num_pages"], given["page_size"], given["max_num_seqs"], given["max_model_len"])
-        self.max_samples = max(given.get("max_samples", 0), given["max_num_seqs"])
-        self.guessers = random.Random(0) if given.get("speculative_length") else None
+        self.scheduler = new_scheduler(static=static, **settings)
+        info = self.scheduler._info
+        self.budget, self.max_num_seqs = info.max_num_batched_tokens, settings.get("max_num_seqs", 8)
+        self.runner = FakeRunner(info.num_pages, info.page_size, self.max_num_seqs, info.max_model_len)
+        self.max_samples = max(info.max_samples, self.max_num_seqs)
+        self.guessers = random.Random(0) if settings.get("speculative_length") else None
         self.depth, self.check = depth, check
         self.in_flight: deque[tuple[Step, StepResult | None]] = deque()
         self.steps: list[Step] = []
@@ -331,7 +340,7 @@ class Harness:
             broken: the step raises, when it is collected or (early) when it is launched.
         """
         step = self.scheduler.schedule()
-        for request_id, cached in self.scheduler.started():
+        for request_id, cached in step.started if step else ():
             assert request_id not in self.cached, "a request starts once"
             self.cached[request_id] = cached
             self.order.append(request_id)

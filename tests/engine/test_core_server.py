@@ -14,10 +14,11 @@ import pytest
 import xgrammar
 
 from engine.client import CoreClient, CoreDied, RequestStream
+from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.core_server import CoreServer
 from engine.frames import MAX_FRAME_BYTES, FrameError, frame_length, take_frames, to_frame
-from engine.grammar import GrammarError, Grammars, Vocabulary, tokenizer_info
+from engine.grammar import GrammarError, Vocabulary, tokenizer_info
 from engine.messages import CoreInfo, LoadGrammar, RequestStart, SequenceOutput
 from engine.request import FinishReason, RejectReason, Request, RequestRejected, SamplingParams
 from engine.scheduler import Scheduler
@@ -75,20 +76,18 @@ class Served:
 
     def __init__(self, folder: Path) -> None:
         self.runner = SumRunner()
-        grammars = Grammars()
-        scheduler = Scheduler(
-            num_pages=1024,
+        info = CoreInfo(
+            vocab_size=VOCAB,
+            max_model_len=8192,
+            eos_token_ids=[EOS],
             page_size=16,
+            num_pages=1024,
             max_num_seqs=64,
             max_num_batched_tokens=256,
-            max_model_len=8192,
-            vocab_size=VOCAB,
-            eos_token_ids=[EOS],
-            grammars=grammars,
+            architecture="Sum",
         )
-        info = CoreInfo("Sum", VOCAB, 8192, [EOS], "int", "cpu", 16, 1024, 64, 2048, "0")
         self.path = folder / "core.sock"
-        self.core = EngineCore(scheduler, self.runner, grammars=grammars, tracer=Tracer(4))
+        self.core = EngineCore(Scheduler(EngineConfig(Path()), info, tracer=Tracer(4)), self.runner)
         self.server = CoreServer(self.core, info, self.path)
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
@@ -488,8 +487,8 @@ async def test_the_grammars_that_a_client_knows_of_are_bounded_and_each_is_sent_
         assert await load("a", "c") == []
         assert await load("b") == ["b"]
         assert await load("a") == ["a"]
-        with served.core.grammars._lock:
-            del served.core.grammars._held["a"]
+        with served.core.scheduler.grammars._lock:
+            del served.core.scheduler.grammars._held["a"]
         with pytest.raises(RequestRejected, match="does not hold"):
             await client.submit(Request("x", (1,), SamplingParams(), grammar="a"))
         assert await load("b", "a") == ["a"]
@@ -518,7 +517,7 @@ async def test_a_grammar_is_loaded_once_for_all_clients_and_limits_the_requests_
         await one.load_grammar("exclaim", data, told)
         await two.load_grammar("exclaim", b"not read: it is held already", told)
         assert len(asked) == 2  # once a connection
-        assert "exclaim" in served.core.grammars
+        assert "exclaim" in served.core.scheduler.grammars
         # The runner heeds no mask: the first token, 1 + 2 + 3, is refused by the matcher.
         tokens, finish, _ = await read(await two.submit(constrained))
         assert (tokens, finish) == ([], FinishReason.ERROR)

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.messages import CoreInfo
 from engine.request import Request, SamplingParams
 from engine.scheduler import Scheduler
 from engine.step import StepResult
@@ -36,7 +38,8 @@ class NoModel:
 def queue_seconds(light, flood, *, apart):
     """Seconds from arrival to first step of the light tenant's requests; `apart`: the two are tenants of their own."""
     limits = {"num_pages": 65_536, "page_size": 16, "max_num_seqs": 256, "max_num_batched_tokens": 1152}
-    scheduler = Scheduler(**limits, max_model_len=ANY, vocab_size=ANY, eos_token_ids=(), prefix_cache=False)
+    info = CoreInfo(max_model_len=ANY, vocab_size=ANY, eos_token_ids=[], **limits)
+    scheduler = Scheduler(EngineConfig(Path(), prefix_cache=False), info)
     core = EngineCore(scheduler, NoModel())
     coming = [(at, f"light-{number}", tokens, out) for number, (at, tokens, out) in enumerate(light)]
     coming += [(FLOOD_AT, f"flood-{number}", tokens, out) for number, (_, tokens, out) in enumerate(flood)]
@@ -51,8 +54,8 @@ def queue_seconds(light, flood, *, apart):
             tenant = name.partition("-")[0] if apart else ""
             scheduler.add(Request(name, (0,) * tokens, params, tenant=tenant))
             arrivals[name] = at
-        turn = core.turn()
-        waited += [now - arrivals[name] for name, _ in turn.started if name.startswith("light")]
+        started = [start.request_id for start in core.turn().started]
+        waited += [now - arrivals[name] for name in started if name.startswith("light")]
         now += STEP_SECONDS + TOKEN_SECONDS * scheduler.stats.last_step_tokens
     return waited
 

@@ -9,7 +9,7 @@ import torch
 from engine.core import EngineCore
 from engine.ngram import NGrams, PromptRuns
 from engine.request import Request, SamplingParams
-from engine.scheduler import READING, Scheduler
+from engine.scheduler import READING
 from engine.step import RowInit, Step, StepResult
 from kernels.sampling import uniform
 
@@ -60,7 +60,7 @@ def test_nothing_is_guessed_before_the_prompt_has_been_read():
     assert ngrams.guesses(9) == (2, 3, 1)
 
 
-def test_no_step_reads_more_of_a_prompt_than_it_computes_and_a_little(monkeypatch):
+def test_no_step_reads_more_of_a_prompt_than_it_computes_and_a_little(harness, monkeypatch):
     """For three siblings the prompt is read once; when it was cached, beside decodes."""
     read: list[int] = []
 
@@ -72,7 +72,7 @@ def test_no_step_reads_more_of_a_prompt_than_it_computes_and_a_little(monkeypatc
 
     monkeypatch.setattr(PromptRuns, "read", counted)
     settings = {"num_pages": 999, "page_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 4000, "vocab_size": 9}
-    scheduler = Scheduler(**settings, max_model_len=12_000, eos_token_ids=(), speculative_length=4)
+    scheduler = harness.new_scheduler(**settings, max_model_len=12_000, eos_token_ids=(), speculative_length=4)
     for name in ("cold", "cached"):
         scheduler.add(Request(name, tuple(range(9)) * 1111, SamplingParams(max_tokens=8, n=3)))
         total = 0
@@ -130,11 +130,18 @@ class Chain:
         return launched
 
 
-def test_guesses_leave_the_distribution_as_it_is():
+def test_guesses_leave_the_distribution_as_it_is(harness):
     """Pearson's chi-squared of all transitions against the chain itself, which the guesses do not follow."""
-    settings = {"num_pages": 400, "page_size": 4, "max_num_seqs": 50, "max_num_batched_tokens": 400, "vocab_size": 4}
-    scheduler = Scheduler(
-        **settings, max_model_len=50, eos_token_ids=(), speculative_length=4, speculative_window=(1, 2), max_samples=250
+    scheduler = harness.new_scheduler(
+        num_pages=400,
+        max_num_seqs=50,
+        max_num_batched_tokens=400,
+        vocab_size=4,
+        max_model_len=50,
+        eos_token_ids=(),
+        speculative_length=4,
+        speculative_window=(1, 2),
+        max_samples=250,
     )
     core, texts = EngineCore(scheduler, Chain()), {}
     for seed in range(200):

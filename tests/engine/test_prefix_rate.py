@@ -3,10 +3,12 @@
 import json
 import random
 from functools import cache
+from pathlib import Path
 
 import pytest
 
-from engine.messages import CoreStats
+from engine.config import EngineConfig
+from engine.messages import CoreInfo, CoreStats
 from engine.request import Request, SamplingParams
 from engine.scheduler import Scheduler
 from engine.step import StepResult
@@ -22,15 +24,16 @@ def block(hash_id: int) -> tuple[int, ...]:
 
 def replay(path, num_pages: int) -> CoreStats:
     """All requests of the trace in order, one at a time, one token each."""
-    scheduler = Scheduler(
-        num_pages=num_pages,
+    info = CoreInfo(
+        vocab_size=VOCAB,
+        max_model_len=8192,
+        eos_token_ids=[],
         page_size=16,
+        num_pages=num_pages,
         max_num_seqs=8,
         max_num_batched_tokens=8192,
-        max_model_len=8192,
-        vocab_size=VOCAB,
-        eos_token_ids=(),
     )
+    scheduler = Scheduler(EngineConfig(Path()), info)
     for number, line in enumerate(path.read_text().splitlines()):
         entry = json.loads(line)
         tokens = [token for hash_id in entry["hash_ids"] for token in block(hash_id)]

@@ -8,8 +8,9 @@ from itertools import pairwise
 import pytest
 
 from engine.request import FinishReason, RejectReason, Request, RequestRejected, SamplingParams
-from engine.scheduler import MAX_OVERTAKEN, Scheduler
+from engine.scheduler import Scheduler
 from engine.step import Sample, StepResult
+from engine.waiting import MAX_OVERTAKEN
 
 EOS = FinishReason.EOS
 
@@ -106,9 +107,9 @@ def test_a_draining_scheduler_takes_nothing_new(harness):
 # How sequences end
 
 
-def scheduler(**settings) -> Scheduler:
-    given = {"num_pages": 64, "page_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 128}
-    return Scheduler(**{**given, "vocab_size": 50, "eos_token_ids": (7, 11), **settings})
+@pytest.fixture
+def scheduler(harness):
+    return harness.new_scheduler
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def scheduler(**settings) -> Scheduler:
         ({"min_tokens": 2}, [3, 3, 7], EOS),
     ],
 )
-def test_ends_are_judged_in_order(settings, tokens, finish):
+def test_ends_are_judged_in_order(settings, tokens, finish, scheduler):
     """Bug 29, the scheduler's part: every end-of-sequence id ends; then stop ids, then the length."""
     engine = scheduler()
     engine.add(Request("a", (1, 2, 3), SamplingParams(**settings)))
@@ -146,13 +147,13 @@ def test_ends_are_judged_in_order(settings, tokens, finish):
         ({"min_tokens": 1, "stop_token_ids": (3,), "ignore_eos": True}, (3,)),
     ],
 )
-def test_min_tokens_bars_all_that_would_end_it(settings, mask):
+def test_min_tokens_bars_all_that_would_end_it(settings, mask, scheduler):
     engine = scheduler()
     engine.add(Request("a", (1, 2), SamplingParams(**settings)))
     assert tuple(sorted(engine.schedule().inits[0].stop_mask)) == mask
 
 
-def test_seeds_are_kept_or_minted_from_the_scheduler_s_own():
+def test_seeds_are_kept_or_minted_from_the_scheduler_s_own(scheduler):
     minted = []
     for seed in (1, 1, 2):
         engine = scheduler(seed=seed)
@@ -532,7 +533,7 @@ def test_what_will_end_by_length_is_not_scheduled_again(harness):
     assert [step.num_tokens for step in engine.steps] == [5, 1, 1]
 
 
-def test_the_surplus_token_of_a_finished_sequence_is_dropped(harness):
+def test_the_surplus_token_of_a_finished_sequence_is_dropped(scheduler):
     """Bugs 24, 25: one wasted row, no placeholder anywhere, and the token counts nowhere."""
     engine = scheduler()
     engine.add(Request("a", (1, 2, 3), SamplingParams()))
@@ -708,13 +709,12 @@ def test_logits_that_are_not_finite_end_one_sequence_and_leave_no_trace(harness,
 # What is counted
 
 
-def test_what_is_counted():
+def test_what_is_counted(scheduler):
     engine = scheduler()
     engine.add(Request("a", tuple(prompt(9)), SamplingParams(n=2)))
     engine.add(Request("b", tuple(prompt(9, 3)), SamplingParams()))
     step = engine.schedule()
-    assert engine.started() == [("a", 0), ("b", 0)]
-    assert engine.started() == []
+    assert step.started == (("a", 0), ("b", 0))
     assert step.samples == (Sample(0, 0), Sample(0, 1), Sample(1, 2))
     engine.update(step, StepResult((1, 2, 3)))
     stats = engine.stats

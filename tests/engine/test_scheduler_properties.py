@@ -29,7 +29,7 @@ def machine(harness, *, static: bool) -> type[RuleBasedStateMachine]:
             prefix_cache=st.sampled_from([True, True, False]),
             chunked_prefill=st.booleans(),
             reserve_full_length=st.sampled_from([False, False, True]),
-            longest_prefix_first=st.sampled_from([False, False, True]),
+            admission=st.sampled_from(["fcfs", "fcfs", "prefix"]),
             look_ahead=st.sampled_from([4, 4, 0]),
             guessed=st.sampled_from([(0, 0), (1, 0), (3, 5), (8, 40)]),
         )

@@ -101,8 +101,8 @@ def test_a_full_queue_takes_nothing_more(harness, limit, prompts, refused, messa
 
 
 def test_the_longest_cached_prefix_goes_first_but_nobody_waits_for_ever(harness, monkeypatch):
-    monkeypatch.setattr("engine.scheduler.MAX_OVERTAKEN", 3)
-    engine = harness(max_num_seqs=1, longest_prefix_first=True)
+    monkeypatch.setattr("engine.waiting.MAX_OVERTAKEN", 3)
+    engine = harness(max_num_seqs=1, admission="prefix")
     cached = list(range(1, 9))
     engine.add("warm", cached, max_tokens=1, ignore_eos=True)
     engine.run()

@@ -11,11 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
 
 from engine import LLM
+from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import FinishReason, Request
 from engine.scheduler import Scheduler
@@ -129,19 +131,11 @@ def make_engine(folder: Path, **settings: Any) -> LLM:
     return LLM(folder, progress=False, device=DEVICE, **{**defaults, **settings})
 
 
-def core_on(llm: LLM, **settings: Any) -> EngineCore:
+def core_on(llm: LLM, *, prefix_cache: bool = True, **limits: int) -> EngineCore:
     """Another core over an engine's runner, whose scheduler has other settings: fewer pages, for one."""
-    info = llm.info
-    given = {
-        "num_pages": info.num_pages,
-        "page_size": info.page_size,
-        "max_num_seqs": info.max_num_seqs,
-        "max_num_batched_tokens": llm.core.scheduler._budget,
-        "max_model_len": info.max_model_len,
-        "vocab_size": info.vocab_size,
-        "eos_token_ids": info.eos_token_ids,
-    }
-    return EngineCore(Scheduler(**{**given, **settings}), llm.core._runner, overlap=llm.core._overlap)
+    info = msgspec.structs.replace(llm.info, **limits)
+    scheduler = Scheduler(EngineConfig(Path(), prefix_cache=prefix_cache), info)
+    return EngineCore(scheduler, llm.core._runner, overlap=llm.core._overlap)
 
 
 @dataclass
@@ -175,7 +169,7 @@ def drive(
             if every:
                 break
         result = core.turn()
-        outcome.cached.update(result.started)
+        outcome.cached.update((start.request_id, start.cached_tokens) for start in result.started)
         for update in result.updates:
             assert update.request_id not in aborted
             assert update.finish is not FinishReason.ERROR, update.message

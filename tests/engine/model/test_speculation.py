@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine import LLM, Request, SamplingParams, scheduler
+from engine import LLM, Request, SamplingParams, sequence
+from engine.ngram import PromptRuns
 
 
 def texts(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[Any]]:
@@ -29,12 +30,12 @@ def oracle(prompts: list[list[int]], plain: list[list[Any]]) -> type:
     class Oracle:
         worth_waiting = True
 
-        def __init__(self, tokens: list[int], length: int, window: tuple[int, int]) -> None:
-            self.tokens, self.length, self.prompt = tokens, length, len(tokens)
-            self.text = next(left[tuple(tokens)])[0]
+        def __init__(self, tokens: list[int], length: int, prompt: PromptRuns) -> None:
+            self.tokens, self.length, self.prompt = tokens, length, len(prompt._tokens)
+            self.text = next(left[prompt._tokens])[0]
 
-        def follow(self) -> None:
-            pass
+        def follow(self, most: int) -> int:
+            return most
 
         def guesses(self, most: int) -> tuple[int, ...]:
             known = len(self.tokens) - self.prompt
@@ -65,7 +66,7 @@ def test_texts_are_those_of_plain_decoding(settings, llama, tools, monkeypatch):
     plain = LLM(llama[0], progress=False, **settings)
     expected = texts(plain, prompts, params)
     assert all(len(told) == len(tokens) for tokens, _, told in expected[len(tools.SAMPLING)])
-    monkeypatch.setattr(scheduler, "NGrams", oracle(prompts, expected))
+    monkeypatch.setattr(sequence, "NGrams", oracle(prompts, expected))
     guessing = LLM(llama[0], progress=False, **settings, speculative="ngram")
     assert texts(guessing, prompts, params) == expected
     stats = guessing.core.stats()
