@@ -124,10 +124,9 @@ class Engine:
     """One engine server and the connections to it."""
 
     def __init__(self, address: str, config: GatewayConfig, metadata: list[tuple[str, str]]) -> None:
-        """Opens the channels; to a Unix socket, behind which there is one process, a single one, and plain."""
-        unix = address.startswith("unix:")
-        count = 1 if unix else config.channels_per_engine
-        credentials = None if unix else config.engine_credentials()
+        """Opens the channels; to a Unix socket, behind which there is one process, a single one."""
+        count = 1 if address.startswith("unix:") else config.channels_per_engine
+        credentials = config.engine_credentials()
         options = [*OPTIONS, *tls_options(config.engine_tls_name)]
         self.links = [
             Link(address, open_channel(address, credentials, options), metadata, self._turned) for _ in range(count)

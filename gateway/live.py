@@ -64,13 +64,12 @@ class Page:
         return EventStream(source, self._config.heartbeat_seconds, lambda: None, failed)
 
     async def _relay(self, address: str, label: str, write: Write) -> bytes:
-        config, unix = self._config, address.startswith("unix:")
-        credentials = None if unix else config.engine_credentials()
+        config = self._config
         metadata = metadata_of(config.engine_key, (("x-request-id", label),))
         try:
             async with (
                 asyncio.timeout(STREAM_SECONDS),
-                open_channel(address, credentials, tls_options(config.engine_tls_name)) as channel,
+                open_channel(address, config.engine_credentials(), tls_options(config.engine_tls_name)) as channel,
             ):
                 admin = inference_pb2_grpc.AdminServiceStub(channel)
                 async for reply in admin.WatchStats(pb.WatchStatsRequest(), metadata=metadata):

@@ -182,8 +182,8 @@ def tls_options(name: str | None) -> tuple[tuple[str, str], ...]:
 def open_channel(
     address: str, credentials: grpc.ChannelCredentials | None, options: Sequence[tuple[str, Any]]
 ) -> grpc.aio.Channel:
-    """A channel with TLS, or a plain one without credentials."""
-    if credentials is None:
+    """A channel with TLS, or a plain one: without credentials, and to a Unix socket."""
+    if credentials is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)
 
@@ -257,7 +257,7 @@ class FulcrumClient:
     Args:
         address: HOST:PORT, or unix:PATH.
         api_key: sent as `authorization: Bearer KEY`.
-        credentials: TLS (`fulcrum.tls.channel_credentials`); without them the connection is plain.
+        credentials: TLS (`fulcrum.tls.channel_credentials`); the connection is plain without, and to a Unix socket.
         tls_name: the name in the server's certificate, where it is not the address's host.
         metadata: goes with every call.
         retries: further tries of a call that is UNAVAILABLE and of which nothing has been received.

@@ -125,7 +125,7 @@ class SyncFulcrumClient:
     Args:
         address: HOST:PORT, or unix:PATH.
         api_key: sent as `authorization: Bearer KEY`.
-        credentials: TLS (`fulcrum.tls.channel_credentials`); without them the connection is plain.
+        credentials: TLS (`fulcrum.tls.channel_credentials`); the connection is plain without, and to a Unix socket.
         tls_name: the name in the server's certificate, where it is not the address's host.
         metadata: goes with every call.
         retries: further tries of a call that is UNAVAILABLE and of which nothing has been received.

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -272,6 +273,18 @@ async def test_the_key_travels_as_a_bearer() -> None:
     async with serving(handler) as client:
         await client.complete(pb.GenerateRequest(text="x"))
     assert seen == ["Bearer sk-1", None]
+
+
+async def test_a_unix_socket_is_plain_whatever_the_credentials(tmp_path: Path) -> None:
+    server, credentials = grpc.aio.server(), grpc.ssl_channel_credentials()
+    add_InferenceServiceServicer_to_server(Servicer(answers), server)
+    server.add_insecure_port(f"unix:{tmp_path}/s")
+    await server.start()
+    try:
+        async with FulcrumClient(f"unix:{tmp_path}/s", credentials=credentials, tls_name="x", retries=0) as client:
+            assert (await client.get_model(deadline=10)).served_names == ["m"]
+    finally:
+        await server.stop(0)
 
 
 async def test_unary_calls() -> None:
