@@ -145,8 +145,10 @@ def reserved_port(host: str, port: int, *, shared: bool) -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def check_port(host: str, port: int, option: str) -> None:
-    """Raises ConfigError where the port is taken, before anything slow begins."""
+def check_port(host: str, port: int | None, option: str) -> None:
+    """Raises ConfigError where the port, if there is one, is taken: before anything slow begins."""
+    if port is None:
+        return
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:

@@ -1,6 +1,7 @@
 """Options, variables, help texts and refusals of the `fulcrum` command."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -366,3 +367,19 @@ def test_processes_where_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not processes.on_cuda("auto")
     assert processes.with_counts(parse("engine"))["service_workers"] == 1
     assert "workers" not in processes.with_counts(parse("engine", "--device=cuda"))
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("engine", "--grpc-port"), ("engine", "--metrics-port"), ("serve", "--metrics-port"), ("serve", "--port")],
+)
+def test_a_taken_port_is_named_before_a_model_is_looked_for(command: str, option: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        others = [
+            f"{each}=0"
+            for each in ("--grpc-port", "--port")
+            if each != option and (command, each) != ("engine", "--port")
+        ]
+        told = refusal(command, "/nowhere", *others, f"{option}={port}")
+    assert told == (2, f"Error: cannot listen on 127.0.0.1:{port} ({option}): Address already in use")
