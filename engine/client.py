@@ -380,6 +380,8 @@ async def _open(socket: Path) -> _Connection:
         except (asyncio.IncompleteReadError, OSError):  # nobody listens, or no longer
             await asyncio.sleep(_RECONNECT_SECONDS)
             continue
+        except msgspec.DecodeError as error:  # other files were installed meanwhile
+            raise CoreDied(f"the engine core speaks as another version does: {error}") from error
         if not isinstance(first, CoreInfo):
             raise CoreDied(f"the engine core began with {type(first).__name__}")
         return _Connection(reader, writer, first)

@@ -85,6 +85,7 @@ async def serve(
 
     Raises:
         OSError: an address cannot be bound.
+        CoreDied: the core that serves the socket again speaks of another version.
         Whatever reading the tokenizer, the template and the defaults raises.
     """
     loop = asyncio.get_running_loop()
@@ -125,8 +126,10 @@ async def serve(
         address = _bind(main, config.address, identity, cleanup)
         own_address = None if config.own_address is None else _bind(main, config.own_address, identity, cleanup)
         certificates = Certificates(config.certificates())
-        for watch in (_watch_core(core, live, health), certificates.watch()):  # the core may be draining already
-            cleanup.callback(asyncio.create_task(watch).cancel)
+        following = asyncio.create_task(_watch_core(core, live, health))  # the core may be draining already
+        stopped = asyncio.create_task(stop.wait())
+        for task in (following, stopped, asyncio.create_task(certificates.watch())):
+            cleanup.callback(task.cancel)
         await main.start()
         cleanup.push_async_callback(main.stop, 0)
 
@@ -147,7 +150,9 @@ async def serve(
 
         if ready is not None:
             ready(BoundAddresses(address, own_address, admin_addresses, metrics_address))
-        await stop.wait()
+        await asyncio.wait((following, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if following.done():  # without it, health would say for ever that no core serves
+            following.result()
 
         await health.enter_graceful_shutdown()
         live.refuse(draining)

@@ -528,6 +528,15 @@ async def test_a_grammar_is_loaded_once_for_all_clients_and_limits_the_requests_
                 await three.load_grammar("more", data, lambda: other)
 
 
+async def test_a_core_of_another_version_is_told_from_none(tmp_path: Path) -> None:
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(to_frame(msgspec.msgpack.encode(["a message that nobody knows", 1])))
+
+    async with await asyncio.start_unix_server(speak, tmp_path / "core.sock"), asyncio.timeout(10):
+        with pytest.raises(CoreDied, match="another version"):
+            await CoreClient.connect(tmp_path / "core.sock")
+
+
 async def test_steps_are_counted_by_their_size(served: Served) -> None:
     """A prompt of three tokens in one step, then three steps of one token each."""
     async with connected(served) as client:

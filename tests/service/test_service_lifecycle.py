@@ -512,3 +512,21 @@ async def test_a_unix_socket_that_is_served_is_not_taken_over_but_a_dead_one_is(
                 pass
         assert (await first.admin.GetStats(pb.GetStatsRequest())).stats.steps == 41
     assert not path.exists()
+
+
+async def test_a_core_that_cannot_be_followed_ends_the_server(make_core, serving):
+    """Who keeps it starts it again; alone it would be NOT_SERVING for ever."""
+    core = make_core()
+
+    async def reconnect():
+        raise CoreDied("of another version")
+
+    async def served():
+        async with serving(core) as server:
+            core.die()
+            async with asyncio.timeout(20):
+                await asyncio.wait([server.task])
+
+    core.reconnect = reconnect
+    with pytest.raises(CoreDied, match="another version"):
+        await served()
