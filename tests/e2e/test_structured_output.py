@@ -166,6 +166,7 @@ async def test_over_grpc_tokens_say_the_same_as_the_text(engine: rpc.InferenceSe
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 async def test_schemas_of_the_benchmark(client: openai.AsyncOpenAI, data_file: Any) -> None:
     """Of real schemas every output validates that ended by itself, and at least half end within 256 tokens."""
     rows = [json.loads(line) for line in data_file("jsonschemabench.jsonl").read_text().splitlines()]
