@@ -57,6 +57,9 @@ def run_batch(source: Path, target: Path, params: Params, engine: click.Command,
     if params["base_url"] and not params["base_url"].startswith(("http://", "https://")):
         raise settings.ConfigError(f"--base-url must be http://HOST:PORT/v1 or https://..., not {params['base_url']!r}")
     try:
+        for path in (source, target):
+            if path.exists() and not path.is_file():
+                raise BatchFileError(f"{path} is no regular file, and it is read more than once")
         if target.exists() and target.samefile(source):
             raise BatchFileError(f"{target} is the input")
         requests = Requests(source)

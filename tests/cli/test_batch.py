@@ -418,6 +418,17 @@ def test_the_input_is_never_the_output(tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr) == (2, f"Error: {tmp_path / 'link'} is the input\n")
 
 
+@pytest.mark.parametrize("device", ["/dev/null", "/dev/full"])
+def test_files_are_regular(tmp_path: Path, device: str) -> None:
+    """What is endless would be read for ever, and a pipe only once."""
+    pipe, source = tmp_path / "pipe", write(tmp_path / "in", line("a"))
+    os.mkfifo(pipe)
+    for files, wrong in (((source, Path(device)), device), ((pipe, tmp_path / "out"), pipe)):
+        result = batch(*files, "--base-url=http://127.0.0.1:1")
+        told = f"Error: {wrong} is no regular file, and it is read more than once\n"
+        assert (result.exit_code, result.stderr) == (2, told)
+
+
 def test_two_processes_never_write_to_one_file(tmp_path: Path) -> None:
     source, target = write(tmp_path / "in", line("a")), tmp_path / "out"
     with target.open("ab") as other:
