@@ -1,6 +1,6 @@
 """The ladder: one load, run with one idea of serving more at each rung, so that each idea's worth can be read off.
 
-Drives an engine core in this process: knows no server, no text and no tables. All rungs have the same weights, the same
+Drives an engine core in this process: knows no server and no text. All rungs have the same weights, the same
 KV pool and the same requests, all sent at once. As in life, the engine is told a cap for the answers' lengths, and not
 the lengths themselves: an answer is ended from outside, as by a stop string.
 """
@@ -8,8 +8,6 @@ the lengths themselves: an answer is ended from outside, as by a stop string.
 import gc
 import operator
 import random
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, groupby
@@ -25,7 +23,9 @@ from engine.messages import CoreInfo
 from engine.request import FinishReason, Request, RequestRejected, SamplingParams
 from engine.scheduler import Scheduler
 from loadtest.metrics import metrics
+from loadtest.offline import turns
 from loadtest.records import Fields, LoadTestError, Record
+from loadtest.tables import medians
 
 Switches = dict[str, Any]
 """Fields of EngineConfig."""
@@ -123,7 +123,7 @@ def climb(
         ModelError: the model cannot be served as asked.
     """
     first: list[list[int]] = []
-    runs: dict[str, list[Mapping[str, float]]] = {}
+    runs: dict[str, list[Fields]] = {}
     for _, rungs in groupby(RUNGS, lambda name: (RUNGS[name]["cuda_graphs"], RUNGS[name]["overlap"])):
         group = list(rungs)
         core, info = build_core(replace(config, **RUNGS[group[-1]]), progress=False)
@@ -163,12 +163,12 @@ def climb(
     }
 
 
-def _rows(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[Fields]:
+def _rows(runs: Mapping[str, Sequence[Fields]]) -> list[Fields]:
     rows: list[Fields] = []
     for rung, passes in runs.items():
         row: Fields = {"rung": rung, "switches": RUNGS[rung]}
-        row |= {name: statistics.median(one[name] for one in passes) for name in passes[0]}
-        row["equal_answers"] = min(one["equal_answers"] for one in passes)
+        row |= medians(passes, list(passes[0]))
+        row |= {name: min(one[name] for one in passes) for name in ("equal_answers", "kv_tokens")}
         rates = [one["request_throughput"] for one in passes]
         row |= {"request_throughput_min": min(rates), "request_throughput_max": max(rates)}
         for name, other in (("factor_before", rows[-1:]), ("factor_first", rows[:1])):
@@ -177,41 +177,31 @@ def _rows(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> list[Fields]:
     return rows
 
 
-def run(
-    core: EngineCore, scheduler: Scheduler, jobs: Sequence[Job], load: Load
-) -> tuple[Mapping[str, float], list[list[int]]]:
+def run(core: EngineCore, scheduler: Scheduler, jobs: Sequence[Job], load: Load) -> tuple[Fields, list[list[int]]]:
     """All jobs at once, to their end: figures, and the answers. Raises: LoadTestError."""
     core.scheduler = scheduler
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=load.max_output_len, ignore_eos=True)
-    try:
-        for number, job in enumerate(jobs):
-            scheduler.add(Request(str(number), job.prompt, params))
-    except RequestRejected as error:
-        raise LoadTestError(f"the engine cannot take the load: {error}") from error
     answers: list[list[int]] = [[] for _ in jobs]
     times: list[list[float]] = [[] for _ in jobs]
-    peak = 0
-    began = time.perf_counter()
-    while core.has_work:
-        turn = core.turn()
-        now = time.perf_counter()
-        finished = sum(update.finish is not None for update in turn.updates)
-        peak = max(peak, scheduler.num_running + finished)
-        for update in turn.updates:
-            if update.finish is FinishReason.ERROR:
-                raise LoadTestError(f"a request failed: {update.message}")
-            number = int(update.request_id)
-            answers[number] += update.tokens
-            times[number].append(now)
-            if update.finish is None and len(answers[number]) >= jobs[number].output_len:
-                scheduler.end_sequence(update.request_id, 0)
-    duration = time.perf_counter() - began
+    peak, now = 0, 0.0
+    try:
+        for (now, _), updates in turns(core, [Request(str(n), job.prompt, params) for n, job in enumerate(jobs)]):
+            peak = max(peak, scheduler.num_running + sum(update.finish is not None for update in updates))
+            for update in updates:
+                if update.finish is FinishReason.ERROR:
+                    raise LoadTestError(f"a request failed: {update.message}")
+                number = int(update.request_id)
+                answers[number] += update.tokens
+                times[number].append(now)
+                if update.finish is None and len(answers[number]) >= jobs[number].output_len:
+                    scheduler.end_sequence(update.request_id, 0)
+    except RequestRejected as error:
+        raise LoadTestError(f"the engine cannot take the load: {error}") from error
     records = []
     for job, at, answer in zip(jobs, times, answers, strict=True):
-        record = Record(start=began, latency=at[-1] - began, prompt_tokens=len(job.prompt), output_tokens=len(answer))
-        record.heard(at)
-        records.append(record)
-    figures, stats = metrics(records, duration, (50, 99)), scheduler.stats
+        records.append(Record(latency=at[-1], prompt_tokens=len(job.prompt), output_tokens=len(answer)))
+        records[-1].heard(at)
+    figures, stats = metrics(records, now, (50, 99)), scheduler.stats
     counted = {name: getattr(stats, name) for name in ("steps", "preemptions", "prefix_hit_tokens")}
     return {name: figures[name] for name in _FIGURES} | {"peak_running": peak} | counted, answers
 

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from engine import LLM, FinishReason, Request, SamplingParams
+from engine.core import EngineCore
 from engine.sequence import SequenceUpdate
 from loadtest.records import Fields, LoadTestError
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
-_Times = tuple[float, float]
+Times = tuple[float, float]
 """Seconds on the clock, and of CPU time."""
 _Prompt = tuple[list[int], int]
 """Token ids, and how many tokens are generated."""
@@ -120,7 +121,7 @@ def speculation(llm: LLM, prompts: Sequence[_Prompt], *, pairs: int, temperature
     Raises: RequestRejected when the engine cannot take a prompt.
     """
     stats, texts = llm.core.stats(), dict[bool, list[list[int]]]()
-    runs: dict[bool, list[_Times]] = {True: [], False: []}
+    runs: dict[bool, list[Times]] = {True: [], False: []}
     for number in range(pairs + 1):
         drafted, accepted = stats.draft_tokens, stats.accepted_tokens
         for guessing in (True, False) if number % 2 else (False, True):
@@ -163,7 +164,7 @@ def speculation_text(fields: Fields) -> str:
 
 def _guessed(
     llm: LLM, prompts: Sequence[_Prompt], temperature: float, seed: int, *, guessing: bool
-) -> tuple[_Times, list[list[int]]]:
+) -> tuple[Times, list[list[int]]]:
     params = SamplingParams(temperature=temperature)
     requests = [
         Request(str(at), tuple(ids), replace(params, max_tokens=most, seed=seed + at), speculative=guessing)
@@ -171,19 +172,19 @@ def _guessed(
     ]
     texts: list[list[int]] = [[] for _ in requests]
     end = (0.0, 0.0)
-    for end, updates in _turns(llm, requests):  # noqa: B007
+    for end, updates in turns(llm.core, requests):  # noqa: B007
         for update in updates:
             texts[int(update.request_id)] += update.tokens
     return end, texts
 
 
-def _batch(llm: LLM, prompts: Sequence[tuple[int, ...]], output_len: int) -> tuple[_Times, _Times, int]:
+def _batch(llm: LLM, prompts: Sequence[tuple[int, ...]], output_len: int) -> tuple[Times, Times, int]:
     """Times until every sequence has its first token, until all have ended, and the tokens between."""
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=output_len, ignore_eos=True)
     got, ends = [0] * len(prompts), dict[int, FinishReason | None]()
     first = end = (0.0, 0.0)
     later = 0
-    for end, updates in _turns(llm, [Request(str(at), prompt, params) for at, prompt in enumerate(prompts)]):
+    for end, updates in turns(llm.core, [Request(str(at), prompt, params) for at, prompt in enumerate(prompts)]):
         if not all(got):
             first = end
         else:
@@ -196,13 +197,13 @@ def _batch(llm: LLM, prompts: Sequence[tuple[int, ...]], output_len: int) -> tup
     return first, end, later
 
 
-def _turns(llm: LLM, requests: Sequence[Request]) -> Iterator[tuple[_Times, list[SequenceUpdate]]]:
+def turns(core: EngineCore, requests: Sequence[Request]) -> Iterator[tuple[Times, list[SequenceUpdate]]]:
     """Runs the requests together: the times since the beginning at the end of each turn, and what it brought."""
     wall, cpu = time.perf_counter(), time.process_time()
     for request in requests:
-        llm.core.scheduler.add(request)
-    while llm.core.has_work:
-        updates = llm.core.turn().updates
+        core.scheduler.add(request)
+    while core.has_work:
+        updates = core.turn().updates
         yield (time.perf_counter() - wall, time.process_time() - cpu), updates
 
 

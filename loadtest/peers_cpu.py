@@ -7,9 +7,8 @@ Knows how its peers are started, and nothing of their insides (peer_llama_cpp.py
 
 import json
 import os
-import statistics
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,11 +21,11 @@ import click
 from loadtest.datasets import Sampling
 from loadtest.environment import environment
 from loadtest.options import COUNT, Listed
-from loadtest.records import LoadTestError, Target
+from loadtest.records import Fields, LoadTestError, Target
 from loadtest.report import check_folder, save_figures
 from loadtest.serve import LoadTest
 from loadtest.suite_server import serving
-from loadtest.tables import ROWS, rows_table
+from loadtest.tables import ROWS, medians, rows_table
 
 _FIGURES = ("output_throughput", "p50_ttft_ms", "p50_itl_ms", "p99_itl_ms")
 _START_SECONDS = 300.0
@@ -52,10 +51,10 @@ class Peer:
     label: str
     weights: str
     version: str | None
-    measure: Callable[[int, int], Mapping[str, float]]
+    measure: Callable[[int, int], Fields]
 
 
-def measure_server(url: str, setup: Setup, streams: int, seed: int) -> dict[str, float]:
+def measure_server(url: str, setup: Setup, streams: int, seed: int) -> Fields:
     """The figures of `streams` requests at once (of one stream: two, one after the other) at an OpenAI server.
 
     Raises: LoadTestError when a request fails.
@@ -98,7 +97,7 @@ def transformers(python: Path, setup: Setup) -> Iterator[Peer]:
 
 
 @contextmanager
-def program(python: Path, script: str, *arguments: object) -> Iterator[Callable[..., dict[str, Any]]]:
+def program(python: Path, script: str, *arguments: object) -> Iterator[Callable[..., Fields]]:
     """Runs a script of this folder with another interpreter. Yields what says a line to it and reads its next, JSON.
 
     That raises LoadTestError when the program has ended, or says something else.
@@ -109,7 +108,7 @@ def program(python: Path, script: str, *arguments: object) -> Iterator[Callable[
         assert process.stdout is not None
         words, answers = process.stdin, process.stdout
 
-        def ask(*say: object) -> dict[str, Any]:
+        def ask(*say: object) -> Fields:
             if say:
                 print(*say, file=words, flush=True)
             answer = answers.readline()
@@ -126,9 +125,9 @@ def program(python: Path, script: str, *arguments: object) -> Iterator[Callable[
             process.kill()
 
 
-def rounds(peers: Sequence[Peer], streams: Sequence[int], repeat: int) -> list[dict[str, Any]]:
+def rounds(peers: Sequence[Peer], streams: Sequence[int], repeat: int) -> list[Fields]:
     """Measures all peers at all numbers of streams, `repeat` times after one round that is thrown away: medians."""
-    found: dict[tuple[str, int], list[Mapping[str, float]]] = {(peer.label, n): [] for peer in peers for n in streams}
+    found: dict[tuple[str, int], list[Fields]] = {(peer.label, n): [] for peer in peers for n in streams}
     for number in range(repeat + 1):
         for count in streams:
             for peer in peers:
@@ -139,8 +138,8 @@ def rounds(peers: Sequence[Peer], streams: Sequence[int], repeat: int) -> list[d
         for count in streams:
             runs = found[peer.label, count][1:]
             rates = [run["output_throughput"] for run in runs]
-            row: dict[str, Any] = {"label": peer.label, "weights": peer.weights, "streams": count}
-            row |= {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+            row: Fields = {"label": peer.label, "weights": peer.weights, "streams": count}
+            row |= medians(runs, list(runs[0]))
             rows.append(row | {"output_throughput_min": min(rates), "output_throughput_max": max(rates)})
     return rows
 
