@@ -16,7 +16,6 @@ import click
 
 from cli import processes, settings
 from cli.batch_file import Answers, BatchFileError, Requests, Row
-from cli.report import EngineReport
 from cli.run import Failed, run
 from cli.serve import Both, running
 from cli.settings import Params
@@ -130,18 +129,7 @@ async def _server(
         {**params, "host": "127.0.0.1", "port": 0, "grpc_port": 0, "max_priority": any_priority, "grace": 0.0}
     )
 
-    def gateway_line(report: EngineReport) -> list[str]:
-        return settings.child_arguments(gateway, own, engine=",".join(report.process_addresses))
-
-    async with running(
-        settings.child_arguments(engine, own),
-        gateway_line,
-        engine_variables=settings.key_variables((), gateway_keys=(own_key,)),
-        gateway_variables=settings.key_variables((key,), engine_key=own_key),
-        grace=0.0,
-        restarts=own["restarts"],
-        signals=signals,
-    ) as both:
+    async with running(own, engine, gateway, signals, api_keys=(key,), gateway_keys=(own_key,)) as both:
         yield Server(f"http://{both.address}", key, both.report.max_num_seqs, both)
 
 

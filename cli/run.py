@@ -46,23 +46,13 @@ def serve_both(params: Params, engine: click.Command, gateway: click.Command) ->
     settings.check_port(params["host"], params["grpc_port"], "--grpc-port")
     settings.check_port(params["metrics_host"], params["metrics_port"], "--metrics-port")
     # A key of the gateway's own, so that the engine can tell it from its users.
-    own = secrets.token_urlsafe(32) if with_key else ""
-
-    def gateway_line(report: EngineReport) -> list[str]:
-        engines, admin = ",".join(report.process_addresses), report.admin_addresses[-1]
-        return settings.child_arguments(gateway, params, engine=engines, engine_admin=admin)
+    gateway_keys = (*service.gateway_keys, secrets.token_urlsafe(32) if with_key else "")
 
     async def work() -> None:
         signals = StopSignals()
         with contextlib.suppress(Stopped):
             async with running(
-                settings.child_arguments(engine, params),
-                gateway_line,
-                engine_variables=settings.key_variables(service.api_keys, gateway_keys=(*service.gateway_keys, own)),
-                gateway_variables=settings.key_variables(service.api_keys, engine_key=own),
-                grace=params["grace"],
-                restarts=params["restarts"],
-                signals=signals,
+                params, engine, gateway, signals, api_keys=service.api_keys, gateway_keys=gateway_keys
             ) as both:
                 name = settings.served_names(params)[0]
                 click.echo(banner.serve_banner(both.report, both.address, params, name, with_key=with_key))

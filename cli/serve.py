@@ -4,13 +4,17 @@ import asyncio
 import contextlib
 import http.client
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+import click
+
+from cli import settings
 from cli.banner import reachable
-from cli.child import HURRY_SECONDS, STOP_SECONDS, Child
+from cli.child import STOP_SECONDS, Child
 from cli.report import EngineReport
+from cli.settings import Params
 from cli.signals import StopSignals, unless
 from engine.own_folder import OwnFolder
 
@@ -39,46 +43,47 @@ class Both:
 
 @contextlib.asynccontextmanager
 async def running(
-    engine_line: Sequence[str],
-    gateway_line: Callable[[EngineReport], Sequence[str]],
-    *,
-    engine_variables: Mapping[str, str],
-    gateway_variables: Mapping[str, str],
-    grace: float,
-    restarts: int,
+    params: Params,
+    engine: click.Command,
+    gateway: click.Command,
     signals: StopSignals,
+    *,
+    api_keys: Sequence[str],
+    gateway_keys: Sequence[str],
 ) -> AsyncIterator[Both]:
     """Both, for as long as the block lasts; a request would be answered when it is entered.
 
     Args:
-        engine_line: the engine's command line.
-        gateway_line: the gateway's, for an engine that reports this.
-        engine_variables, gateway_variables: environment variables for each, which carry their secrets.
-        grace: seconds that running requests get at the end.
-        restarts: of each that is killed (engine.kept.Kept); one that ends by itself ends both.
+        params: the options of both commands. `grace` are the seconds that running requests get at the end; of each
+            process that is killed there are so many `restarts` (engine.kept.Kept); one that ends by itself ends both.
         signals: end the start (Stopped is raised then), and hurry the end.
+        api_keys: of callers.
+        gateway_keys: that the engine knows; the last is the gateway's own.
 
     Raises: ProcessDied, Stopped.
     """
+    keys = settings.key_variables(api_keys, gateway_keys=gateway_keys)
+    own_key = settings.key_variables(api_keys, engine_key=gateway_keys[-1])
     children: list[Child] = []
     with OwnFolder() as folder:
         try:
-            own = (engine_line[0], f"--own-folder={folder}", *engine_line[1:])
-            engine = Child("engine", own, engine_variables, restarts, speaks=True)
-            children.append(engine)
-            await unless(engine.keep(), signals.stopped())
-            report = EngineReport(**engine.report)
-            engine.again = report.again()
-            gateway = Child("gateway", gateway_line(report), gateway_variables, restarts, speaks=True)
-            children.append(gateway)
-            await unless(gateway.keep(), signals.stopped(), engine.died())
-            serves = gateway.report
-            gateway.again = [f"--port={serves['address'].rpartition(':')[2]}"]
-            await unless(_healthy(**serves), signals.stopped(), engine.died(), gateway.died())
-            yield Both(report, serves["address"], engine, gateway)
+            line = settings.child_arguments(engine, params, own_folder=folder)
+            core = Child("engine", line, keys, params["restarts"], speaks=True)
+            children.append(core)
+            await unless(core.keep(), signals.stopped())
+            report = EngineReport(**core.report)
+            core.again = report.again()
+            engines, admin = ",".join(report.process_addresses), report.admin_addresses[-1]
+            line = settings.child_arguments(gateway, params, engine=engines, engine_admin=admin)
+            front = Child("gateway", line, own_key, params["restarts"], speaks=True)
+            children.append(front)
+            await unless(front.keep(), signals.stopped(), core.died())
+            serves = front.report
+            front.again = [f"--port={serves['address'].rpartition(':')[2]}"]
+            await unless(_healthy(**serves), signals.stopped(), core.died(), front.died())
+            yield Both(report, serves["address"], core, front)
         finally:
-            # This process is given STOP_SECONDS beside the grace, and each child may need to be hurried.
-            end = asyncio.get_running_loop().time() + grace + STOP_SECONDS - 2 * HURRY_SECONDS
+            end = asyncio.get_running_loop().time() + params["grace"] + STOP_SECONDS
             for child in reversed(children):
                 await child.stop(max(0.0, end - asyncio.get_running_loop().time()), signals.hurry)
 
