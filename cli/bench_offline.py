@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def throughput(**params: Any) -> None:
     with engine_in_process(params) as (llm, path):
         from loadtest.offline import speculation, speculation_text, throughput, throughput_text
 
-        tokenizer = cache(lambda: _tokenizer(params["tokenizer"] or path, path))
+        tokenizer = _tokenizer(params["tokenizer"] or path, path)
         chains = DATASETS[params["dataset"]](bench_options.sampling(params), tokenizer)
         asked = [prompt for chain in chains for prompt in chain.prompts]
         ids = token_ids(tokenizer, [prompt.content for prompt in asked])

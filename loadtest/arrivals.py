@@ -3,6 +3,8 @@
 import math
 from typing import cast
 
+import numpy as np
+
 
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
     """Seconds from the start at which `count` requests are sent.
@@ -18,8 +20,6 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
         return [0.0] * count
     if math.isinf(burstiness):
         return [(number + 1) / rate for number in range(count)]
-    import numpy as np
-
     gaps = np.random.RandomState(seed).gamma(shape=burstiness, scale=1 / (rate * burstiness), size=count)
     times = np.cumsum(gaps)
     return cast(list[float], (times * (count / rate / times[-1])).tolist())

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from loadtest.records import Chain, Content, LoadTestError, Message, Prompt
 from loadtest.tokens import COMMON_IDS, Tokenizer
@@ -104,7 +105,7 @@ def trace_rows(sampling: Sampling) -> Iterator[TraceRow]:
         yield TraceRow(row.timestamp / 1000, shrunk(row.input_length), output, row.hash_ids)
 
 
-def sharegpt(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain]:
+def sharegpt(sampling: Sampling, tokenizer: Tokenizer) -> list[Chain]:
     """The first two entries of each conversation as prompt and answer, whoever speaks.
 
     Kept are those with at least 4 tokens in the prompt and in the answer, at most 1024 in the prompt and 2048 in both.
@@ -119,14 +120,14 @@ def sharegpt(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Cha
         if len(prompts) >= sampling.count:
             break
         texts, answers = zip(*pairs[start : start + _BATCH], strict=True)
-        for text, prompt, answer in zip(texts, *map(tokenizer().encode, (texts, answers)), strict=True):
+        for text, prompt, answer in zip(texts, *map(tokenizer.encode, (texts, answers)), strict=True):
             length = len(answer) if sampling.output_len is None else sampling.output_len
             if 4 <= len(prompt) <= 1024 and length >= least and len(prompt) + length <= 2048:
                 prompts.append(Prompt(text, length, len(prompt)))
     return _oversampled(prompts[: sampling.count], sampling)
 
 
-def custom(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain]:
+def custom(sampling: Sampling, tokenizer: Tokenizer) -> list[Chain]:
     """JSON lines with "prompt" and, unless an output length is given, "output_tokens". Sent as they are.
 
     Instead of a prompt a line may have the "messages" of a chat, or "turns", of which the first is asked for.
@@ -150,16 +151,14 @@ def custom(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain
     return _oversampled(prompts[: sampling.count], sampling)
 
 
-def random_texts(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain]:
+def random_texts(sampling: Sampling, tokenizer: Tokenizer) -> list[Chain]:
     """Texts of so many tokens, with a common prefix of random_prefix_len before them.
 
     Each is a run of ids in their order from a random one on; its text is cut or extended until it has as many tokens.
     """
-    import numpy as np
-
-    words, generator = tokenizer(), np.random.default_rng(sampling.seed)
-    ids, count = np.asarray(words.ids), sampling.count
-    length = max(0, sampling.random_input_len - words.specials_added)
+    generator = np.random.default_rng(sampling.seed)
+    ids, count = np.asarray(tokenizer.ids), sampling.count
+    length = max(0, sampling.random_input_len - tokenizer.specials_added)
     sizes = (length, sampling.random_output_len)
     lows = [math.floor(size * (1 - sampling.range_ratio)) for size in sizes]
     highs = [math.ceil(size * (1 + sampling.range_ratio)) for size in sizes]
@@ -167,21 +166,21 @@ def random_texts(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list
         raise LoadTestError("--random-input-len is too small for a prompt of one token")
     inputs = generator.integers(lows[0], highs[0] + 1, size=count)
     outputs = generator.integers(max(lows[1], 1), max(highs[1], 1) + 1, size=count)
-    offsets = generator.integers(0, words.fillers.stop, size=count)
+    offsets = generator.integers(0, tokenizer.fillers.stop, size=count)
     prefix: list[int] = []
     if sampling.random_prefix_len:
         drawn = ids[generator.integers(0, len(ids), size=sampling.random_prefix_len)].tolist()
-        ((_, prefix),) = _texts_of_length(words, [drawn], [sampling.random_prefix_len], generator)
+        ((_, prefix),) = _texts_of_length(tokenizer, [drawn], [sampling.random_prefix_len], generator)
     runs = [prefix + ids[(offsets[i] + i + np.arange(inputs[i])) % len(ids)].tolist() for i in range(count)]
     lengths = [sampling.random_prefix_len + int(each) for each in inputs]
-    made = _texts_of_length(words, runs, lengths, generator)
+    made = _texts_of_length(tokenizer, runs, lengths, generator)
     return [
-        Chain((Prompt(text, int(output), len(tokens) + words.specials_added),))
+        Chain((Prompt(text, int(output), len(tokens) + tokenizer.specials_added),))
         for (text, tokens), output in zip(made, outputs, strict=True)
     ]
 
 
-def prefix_trace(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain]:
+def prefix_trace(sampling: Sampling, tokenizer: Tokenizer) -> list[Chain]:
     """A trace of {"timestamp" (ms), "input_length", "output_length", "hash_ids"}, one hash id for each 512 tokens.
 
     Each hash id becomes the same `block` random token ids wherever it stands, and the lengths shrink in proportion:
@@ -200,7 +199,7 @@ def prefix_trace(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list
     return chains
 
 
-def multi_turn(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain]:
+def multi_turn(sampling: Sampling, tokenizer: Tokenizer) -> list[Chain]:
     """Conversations of {"turns": [{"role", "content"}]}: each answer of the file is asked for, with all before it.
 
     The history is the file's own, so that every server gets the same prompts. An answer's length is the file's too.
@@ -215,7 +214,7 @@ def multi_turn(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[C
         if not asked:
             continue
         if sampling.output_len is None:
-            answers = tokenizer().encode([turns[i]["content"] for i in asked], special=False)
+            answers = tokenizer.encode([turns[i]["content"] for i in asked], special=False)
             lengths = [max(1, len(answer)) for answer in answers]
         else:
             lengths = [sampling.output_len] * len(asked)
@@ -225,7 +224,7 @@ def multi_turn(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[C
     return chains
 
 
-def shared_prefix(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> list[Chain]:
+def shared_prefix(sampling: Sampling, tokenizer: Tokenizer) -> list[Chain]:
     """Groups of prompts of random token ids, each group with a prefix of its own, in random order."""
     if sampling.count < sampling.prefixes:
         raise LoadTestError(f"{sampling.count} prompts are fewer than {sampling.prefixes} prefixes")
@@ -242,7 +241,7 @@ def shared_prefix(sampling: Sampling, tokenizer: Callable[[], Tokenizer]) -> lis
     return chains
 
 
-DATASETS: dict[str, Callable[[Sampling, Callable[[], Tokenizer]], list[Chain]]] = {
+DATASETS: dict[str, Callable[[Sampling, Tokenizer], list[Chain]]] = {
     "sharegpt": sharegpt,
     "random": random_texts,
     "custom": custom,

@@ -59,7 +59,7 @@ def _turn(turn: int, cold: Sequence[Record], warm: Sequence[Record]) -> dict[str
 
 
 def _ids(test: LoadTest, chains: Sequence[Chain]) -> list[list[int]]:
-    return token_ids(lambda: test.tokenizer, [prompt.content for chain in chains for prompt in chain.prompts])
+    return token_ids(test.tokenizer, [prompt.content for chain in chains for prompt in chain.prompts])
 
 
 def _salted(chain: Chain, salt: Callable[[], str]) -> Chain:

@@ -81,7 +81,7 @@ class LoadTest:
 
     def chains(self) -> list[Chain]:
         """The requests. Raises: LoadTestError."""
-        return DATASETS[self.dataset](self.sampling, lambda: self.tokenizer)
+        return DATASETS[self.dataset](self.sampling, self.tokenizer)
 
     def run(self, chains: Sequence[Chain]) -> Run:
         """Sends them all and gives the figures; after Ctrl-C, those of what has ended. Raises: LoadTestError."""
@@ -116,7 +116,7 @@ class LoadTest:
             contents = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in contents]
         try:
             outputs = self.tokenizer.encode([each.text for each in silent], special=False) if silent else []
-            inputs = token_ids(lambda: self.tokenizer, contents)
+            inputs = token_ids(self.tokenizer, contents)
         except (LoadTestError, KeyError, TypeError) as error:  # the latter: a /tokenize of another form
             why = error if isinstance(error, LoadTestError) else repr(error)
             return [f"tokens are unknown: the server tells no number, and to count them fails: {why}"]

@@ -152,12 +152,12 @@ class RemoteTokenizer:
 Tokenizer = LocalTokenizer | RemoteTokenizer
 
 
-def token_ids(tokenizer: Callable[[], Tokenizer], contents: Sequence[Content]) -> list[list[int]]:
+def token_ids(tokenizer: Tokenizer, contents: Sequence[Content]) -> list[list[int]]:
     """The ids of each of these: of a text, of a chat, or the ids that it is."""
     texts = [content for content in contents if isinstance(content, str)]
     chats = [messages for content in contents if (messages := messages_of(content))]
-    encoded = iter(tokenizer().encode(texts) if texts else ())
-    rendered = iter(tokenizer().encode_chats(chats) if chats else ())
+    encoded = iter(tokenizer.encode(texts) if texts else ())
+    rendered = iter(tokenizer.encode_chats(chats) if chats else ())
     found = []
     for content in contents:
         ids = next(encoded) if isinstance(content, str) else next(rendered) if messages_of(content) else content

@@ -64,7 +64,7 @@ def test_the_same_seed_samples_the_same_requests(data_file, folder, seed, name, 
     args = parsed("--dataset-name", name, "--num-prompts=60", "--seed", seed, *options, *given)
     theirs = vllm.get_samples(args, vllm.get_tokenizer(str(folder)))
     tokenizer = LocalTokenizer.from_file(folder)
-    ours = DATASETS[name](Sampling(path, 60, seed, **sampling), lambda: tokenizer)
+    ours = DATASETS[name](Sampling(path, 60, seed, **sampling), tokenizer)
     assert [(each.prompts[0].content, each.prompts[0].prompt_len, each.prompts[0].output_len) for each in ours] == [
         (each.prompt, each.prompt_len, each.expected_output_len) for each in theirs
     ]

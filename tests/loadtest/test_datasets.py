@@ -33,10 +33,6 @@ def qwen(data_file, tmp_path_factory) -> LocalTokenizer:
     return LocalTokenizer.from_file(path.parent)
 
 
-def no_tokenizer():
-    raise AssertionError("no tokenizer is needed here")
-
-
 def lengths(chains):
     prompts = [prompt for chain in chains for prompt in chain.prompts]
     return [prompt.prompt_len for prompt in prompts], [prompt.output_len for prompt in prompts]
@@ -48,16 +44,16 @@ def test_sharegpt_samples_what_the_reference_sampled(data_file, own_data, qwen):
     reference = Counter((int(row["prompt_tokens"]), int(row["output_tokens"])) for row in rows)
     assert reference.total() == 519
     # The file lacks 24 of the entries that the lengths were counted of; all others are there, with the same lengths.
-    kept = sharegpt(Sampling(path, 2000, seed=1, oversample=False), lambda: qwen)
+    kept = sharegpt(Sampling(path, 2000, seed=1, oversample=False), qwen)
     found = Counter(zip(*lengths(kept), strict=True))
     assert found.total() == 519 - 24
     assert found <= reference
-    chains = sharegpt(Sampling(path, 2000, seed=1), lambda: qwen)
+    chains = sharegpt(Sampling(path, 2000, seed=1), qwen)
     assert chains[: len(kept)] == kept
     assert len(chains) == 2000
     # Another number of requests is another part of the same order.
-    assert sharegpt(Sampling(path, 25, seed=1), lambda: qwen) == chains[:25]
-    assert sharegpt(Sampling(path, 25, seed=2), lambda: qwen) != chains[:25]
+    assert sharegpt(Sampling(path, 25, seed=1), qwen) == chains[:25]
+    assert sharegpt(Sampling(path, 25, seed=2), qwen) != chains[:25]
 
 
 def test_sharegpt_keeps_short_answers_when_the_length_is_given(tmp_path):
@@ -89,14 +85,14 @@ def test_sharegpt_keeps_short_answers_when_the_length_is_given(tmp_path):
         )
     )
     sampling = Sampling(path, 9, shuffle=False, oversample=False)
-    assert lengths(sharegpt(sampling, Words)) == ([4, 1024], [4, 1024])
+    assert lengths(sharegpt(sampling, Words())) == ([4, 1024], [4, 1024])
     given = Sampling(path, 9, shuffle=False, oversample=False, output_len=2)
-    assert lengths(sharegpt(given, Words)) == ([4, 4, 1024, 1024], [2, 2, 2, 2])
+    assert lengths(sharegpt(given, Words())) == ([4, 4, 1024, 1024], [2, 2, 2, 2])
 
 
 def test_random_texts_have_their_lengths(qwen):
     sampling = Sampling(count=20, seed=3, random_input_len=300, random_output_len=40, random_prefix_len=50)
-    chains = random_texts(sampling, lambda: qwen)
+    chains = random_texts(sampling, qwen)
     inputs, outputs = lengths(chains)
     assert inputs == [350] * 20
     assert outputs == [40] * 20
@@ -104,19 +100,19 @@ def test_random_texts_have_their_lengths(qwen):
     assert [len(ids) for ids in qwen.encode(texts)] == [350] * 20
     assert len({text[:60] for text in texts}) == 1  # the common prefix
     assert len(set(texts)) == 20
-    assert random_texts(sampling, lambda: qwen) == chains
+    assert random_texts(sampling, qwen) == chains
 
 
 def test_random_lengths_spread_over_the_range(qwen):
     sampling = Sampling(count=200, random_input_len=100, random_output_len=10, range_ratio=0.5)
-    inputs, outputs = lengths(random_texts(sampling, lambda: qwen))
+    inputs, outputs = lengths(random_texts(sampling, qwen))
     assert 50 <= min(inputs) < 60
     assert 140 < max(inputs) <= 150
     assert set(outputs) == set(range(5, 16))
 
 
 def test_trace_keeps_the_sharing_of_its_blocks(data_file):
-    chains = prefix_trace(Sampling(data_file("prefix_trace.jsonl"), 2000), no_tokenizer)
+    chains = prefix_trace(Sampling(data_file("prefix_trace.jsonl"), 2000), None)
     inputs, _ = lengths(chains)
     assert (len(inputs), sum(inputs)) == (2000, 856_614)
     assert chains[-1].timestamp >= chains[0].timestamp == 0
@@ -135,12 +131,12 @@ def test_trace_keeps_the_sharing_of_its_blocks(data_file):
 
 def test_multi_turn_asks_for_each_answer_of_a_conversation(data_file, qwen):
     path = data_file("sharegpt_like.jsonl")
-    chains = multi_turn(Sampling(path, 10**6, shuffle=False, output_len=1), no_tokenizer)
+    chains = multi_turn(Sampling(path, 10**6, shuffle=False, output_len=1), None)
     assert sum(len(chain.prompts) for chain in chains) == 2672
     for chain in chains:
         for earlier, later in zip(chain.prompts, chain.prompts[1:], strict=False):
             assert later.content[: len(earlier.content)] == earlier.content
-    some = multi_turn(Sampling(path, 7, shuffle=False), lambda: qwen)
+    some = multi_turn(Sampling(path, 7, shuffle=False), qwen)
     assert sum(len(chain.prompts) for chain in some) == 7
     answer = json.loads(path.read_text().splitlines()[0])["turns"][1]["content"]
     assert some[0].prompts[0].output_len == len(qwen.encode([answer])[0])
@@ -148,26 +144,26 @@ def test_multi_turn_asks_for_each_answer_of_a_conversation(data_file, qwen):
 
 def test_shared_prefix_groups():
     sampling = Sampling(count=1024, seed=5)
-    chains = shared_prefix(sampling, no_tokenizer)
+    chains = shared_prefix(sampling, None)
     inputs, outputs = lengths(chains)
     assert inputs == [2048 + 128] * 1024
     assert outputs == [256] * 1024
     groups = Counter(tuple(chain.prompts[0].content[:2048]) for chain in chains)
     assert list(groups.values()) == [16] * 64
-    assert shared_prefix(sampling, no_tokenizer) == chains
+    assert shared_prefix(sampling, None) == chains
     with pytest.raises(LoadTestError, match="fewer"):
-        shared_prefix(Sampling(count=63), no_tokenizer)
+        shared_prefix(Sampling(count=63), None)
 
 
 def test_custom_lines(tmp_path):
     path = tmp_path / "file.jsonl"
     path.write_text('{"prompt": "a", "output_tokens": 3}\n\n{"prompt": "b", "output_tokens": 4}\n')
-    (first, second) = custom(Sampling(path, 2, shuffle=False), no_tokenizer)
+    (first, second) = custom(Sampling(path, 2, shuffle=False), None)
     assert (first.prompts[0].content, first.prompts[0].output_len) == ("a", 3)
     assert second.prompts[0].content == "b"
-    assert {chain.prompts[0].output_len for chain in custom(Sampling(path, 5, output_len=9), no_tokenizer)} == {9}
-    assert len(custom(Sampling(path, 5), no_tokenizer)) == 5
-    assert len(custom(Sampling(path, 5, oversample=False), no_tokenizer)) == 2
+    assert {chain.prompts[0].output_len for chain in custom(Sampling(path, 5, output_len=9), None)} == {9}
+    assert len(custom(Sampling(path, 5), None)) == 5
+    assert len(custom(Sampling(path, 5, oversample=False), None)) == 2
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "line 1"), ('{"prompt": "a"}', "output_tokens"), ("", "is empty")])
@@ -175,14 +171,14 @@ def test_bad_files_are_told(tmp_path, text, message):
     path = tmp_path / "file.jsonl"
     path.write_text(text)
     with pytest.raises(LoadTestError, match=message):
-        custom(Sampling(path, 2), no_tokenizer)
+        custom(Sampling(path, 2), None)
 
 
 def test_missing_files_are_told():
     with pytest.raises(LoadTestError, match="--dataset-path"):
-        sharegpt(Sampling(), no_tokenizer)
+        sharegpt(Sampling(), None)
     with pytest.raises(LoadTestError, match="nowhere"):
-        multi_turn(Sampling(Path("nowhere.jsonl")), no_tokenizer)
+        multi_turn(Sampling(Path("nowhere.jsonl")), None)
     with pytest.raises(LoadTestError, match="cannot be read as a tokenizer"):
         LocalTokenizer.from_file(Path("nowhere"))
 
@@ -217,7 +213,7 @@ def test_a_line_of_another_form_is_named(tmp_path, name, row, message):
     path = tmp_path / "lines"
     path.write_text(f"{json.dumps(good)}\n\n{json.dumps(row)}\n")
     with pytest.raises(LoadTestError, match=f"line 3 is not of the form .*{message}"):
-        DATASETS[name](Sampling(path, 9), no_tokenizer)
+        DATASETS[name](Sampling(path, 9), None)
 
 
 @pytest.mark.parametrize("name", ["custom", "multi-turn", "prefix-trace"])
@@ -225,7 +221,7 @@ def test_a_file_without_lines_is_told(tmp_path, name):
     path = tmp_path / "lines"
     path.write_text("\n")
     with pytest.raises(LoadTestError, match="is empty"):
-        DATASETS[name](Sampling(path, 9), no_tokenizer)
+        DATASETS[name](Sampling(path, 9), None)
 
 
 @pytest.mark.parametrize("text", ["3", "[3]", "{}", '[{"conversations": 3}]', '[{"conversations": ["a", "b"]}]'])
@@ -233,11 +229,11 @@ def test_conversations_of_another_form_are_told(tmp_path, text):
     path = tmp_path / "entries"
     path.write_text(text)
     with pytest.raises(LoadTestError, match="is not of the form"):
-        DATASETS["sharegpt"](Sampling(path, 9), no_tokenizer)
+        DATASETS["sharegpt"](Sampling(path, 9), None)
 
 
 def test_a_line_separator_of_unicode_ends_no_line(tmp_path):
     path = tmp_path / "lines"
     path.write_text('{"prompt": "a\u2028b", "output_tokens": 1}\r\n', encoding="utf-8")
-    (chain,) = DATASETS["custom"](Sampling(path, 1), no_tokenizer)
+    (chain,) = DATASETS["custom"](Sampling(path, 1), None)
     assert chain.prompts[0].content == "a\u2028b"
