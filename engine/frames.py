@@ -13,32 +13,31 @@ class FrameError(Exception):
     """The peer does not speak frames."""
 
 
-def frame_length(header: bytes) -> int:
+def frame_length(header: bytes | bytearray) -> int:
     """The payload's length. Raises FrameError above MAX_FRAME_BYTES."""
-    length: int = _HEADER.unpack(header)[0]
-    if length > MAX_FRAME_BYTES:
-        raise FrameError(f"a frame of {length} bytes is above the limit of {MAX_FRAME_BYTES}")
-    return length
+    return _checked(_HEADER.unpack(header)[0])
 
 
 def to_frame(payload: bytes) -> bytes:
     """Header and payload. Raises FrameError above MAX_FRAME_BYTES."""
-    if len(payload) > MAX_FRAME_BYTES:
-        raise FrameError(f"a frame of {len(payload)} bytes is above the limit of {MAX_FRAME_BYTES}")
-    return _HEADER.pack(len(payload)) + payload
+    return _HEADER.pack(_checked(len(payload))) + payload
 
 
 def take_frames(buffer: bytearray) -> Iterator[bytes]:
     """Removes the complete frames from the front of a receive buffer and yields their payloads."""
     start = 0
     try:
-        while len(buffer) - start >= HEADER_BYTES:
-            length = frame_length(bytes(buffer[start : start + HEADER_BYTES]))
-            end = start + HEADER_BYTES + length
-            if len(buffer) < end:
+        while (at := start + HEADER_BYTES) <= len(buffer):
+            end = at + frame_length(buffer[start:at])
+            if end > len(buffer):
                 break
-            payload = bytes(buffer[start + HEADER_BYTES : end])
             start = end
-            yield payload
+            yield bytes(buffer[at:end])
     finally:
         del buffer[:start]
+
+
+def _checked(length: int) -> int:
+    if length > MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {length} bytes is above the limit of {MAX_FRAME_BYTES}")
+    return length

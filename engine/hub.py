@@ -7,6 +7,7 @@ it fetches what is not at hand.
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tqdm import tqdm
 
 from engine.model.errors import ModelError
 
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 # What a model folder needs to be served; weights in other formats, images and code stay where they are.
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 
@@ -80,7 +82,7 @@ def resolve_model(
     path = Path(model).expanduser()
     if path.exists():
         return _check_local(path)
-    if not _looks_like_hub_id(model):
+    if _HUB_ID.fullmatch(model) is None or model.lower().endswith(".gguf"):
         raise ModelError(f"{model}: no such file or folder (and not a hub id, which has the form org/name)")
     return _fetch_hub(model, revision, progress=progress)
 
@@ -97,24 +99,12 @@ def _check_local(path: Path) -> Path:
     raise ModelError(f"{path}: neither a model folder nor a .gguf file")
 
 
-def _looks_like_hub_id(model: str) -> bool:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
-
-    if model.count("/") != 1 or model.lower().endswith(".gguf"):
-        return False
-    try:
-        validate_repo_id(model)
-    except HFValidationError:
-        return False
-    return True
-
-
 def _fetch_hub(model: str, revision: str | None, *, progress: bool) -> Path:
     from huggingface_hub import is_offline_mode, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
@@ -140,7 +130,7 @@ def _fetch_hub(model: str, revision: str | None, *, progress: bool) -> Path:
         raise ModelError(f"{at}: {why}, and the model is not complete in the hub's cache") from error
     except HfHubHTTPError as error:
         raise ModelError(f"{at}: the hub answered with an error: {error}") from error
-    except (TransportError, OSError) as error:
+    except (TransportError, OSError, HFValidationError) as error:
         raise ModelError(f"{at}: could not be fetched: {error}") from error
     if not (folder / "config.json").is_file():
         raise ModelError(f"{at}: not a model that can be served, there is no config.json in its repository")

@@ -528,7 +528,7 @@ class Scheduler:
         plain = len(step.samples) - step.num_drafts
         updates = [*self._spoilt(step, [at for at in result.failed if at < plain]), *self._prompt_updates(step, result)]
         ended: list[tuple[Sequence, FinishReason]] = []
-        generated = -len(updates)
+        before, more = len(updates), 0  # more: tokens behind right guesses; less the one that a grammar refuses
         rows, page_size, running = self._rows, self._cache.page_size, State.RUNNING
         guessed, records, traced = step.guessed(result), step.records(result), self.tracer.keeps
         for (_, row), token in zip(step.samples[:plain], result.tokens[:plain], strict=True):
@@ -542,7 +542,7 @@ class Scheduler:
             finish = None
             if sequence.special:
                 taken, finish = sequence.take(token, guessed.get(row, ()))
-                generated += len(taken) - 1
+                more += len(taken) - 1
                 self._stats.accepted_tokens += max(0, len(taken) - 1)
             else:
                 tokens.append(token)
@@ -557,7 +557,7 @@ class Scheduler:
                 ended.append((sequence, finish))
                 if finish is FinishReason.ERROR:
                     updates[-1].message = f"its grammar does not allow token {tokens[-1]}"
-        self._stats.generated_tokens += generated + len(updates)
+        self._stats.generated_tokens += len(updates) - before + more
         for sequence, finish in ended:
             self._end(sequence, finish)
         self._collected(step)

@@ -6,6 +6,7 @@ are only ever appended to.
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from engine.cache.pool import PagePool, check
@@ -59,24 +60,22 @@ class KVCache:
 
     def acquire(self, sequence: Sequence) -> None:
         """Begins a page table with the longest cached prefix of all tokens before the first whose logits are wanted."""
-        if self._prefix_cache and not sequence.request.bypass_cache:
-            request, limit = sequence.request, self._matchable(sequence)
-            tokens = sequence.tokens or request.prompt
-            sequence.node, sequence.pages = self._tree.acquire(request.salt, tokens, limit)
+        if self._uses_tree(sequence):
+            sequence.node, sequence.pages = self._tree.acquire(*self._prefix(sequence))
             self._pool.share(sequence.pages)
             sequence.num_computed = sequence.num_cached = len(sequence.pages) * self.page_size
 
     def hit(self, sequence: Sequence) -> int:
         """Tokens that `acquire` would find cached."""
-        if not self._prefix_cache or sequence.request.bypass_cache:
-            return 0
-        tokens = sequence.tokens or sequence.request.prompt
-        found = self._tree.match(sequence.request.salt, tokens, self._matchable(sequence))
-        return found * self.page_size
+        return self._tree.match(*self._prefix(sequence)) * self.page_size if self._uses_tree(sequence) else 0
 
-    def _matchable(self, sequence: Sequence) -> int:
-        """Pages of tokens before the first whose logits are wanted."""
-        return (min(sequence.num_tokens, sequence.logprobs_from) - 1) // self.page_size
+    def _uses_tree(self, sequence: Sequence) -> bool:
+        return self._prefix_cache and not sequence.request.bypass_cache
+
+    def _prefix(self, sequence: Sequence) -> tuple[str, SequenceOf[int], int]:
+        """Salt and tokens of the sequence, and the pages of those before the first whose logits are wanted."""
+        request, wanted = sequence.request, min(sequence.num_tokens, sequence.logprobs_from)
+        return request.salt, sequence.tokens or request.prompt, (wanted - 1) // self.page_size
 
     def grow(self, sequence: Sequence, count: int) -> tuple[int, ...]:
         """Appends `count` pages (there must be as many available) to the page table, and returns them."""
