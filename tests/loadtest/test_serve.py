@@ -592,7 +592,7 @@ def test_a_file_of_another_form_is_told(load_test, tmp_path):
         load_test("http://x", dataset="sharegpt", sampling=Sampling(path, 1)).chains()
 
 
-_EVENTS = 100_000
+_EVENTS = 500_000
 
 
 class _Flood(socketserver.StreamRequestHandler):
