@@ -107,6 +107,7 @@ async def serve_core(
         # What was made until now lives as long as the process: the collector need not look at it again.
         gc.collect()
         gc.freeze()
+        sys.setswitchinterval(0.001)  # a thread that renders a long chat lets the streams go on so soon
         info = client.info
         ready(
             EngineReport(

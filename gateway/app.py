@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -41,6 +42,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
             # What was made until now lives as long as the process: the collector need not look at it again.
             gc.collect()
             gc.freeze()
+            sys.setswitchinterval(0.001)  # a thread that checks a large body lets the streams go on so soon
             yield
         watch.cancel()
         if tracer is not None:

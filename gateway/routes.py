@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
@@ -38,12 +38,13 @@ from gateway.schemas import (
     parse,
     parse_tokenize,
 )
-from gateway.sse import ChatFormat, CompletionFormat, Echo, Ending, Format, Head
+from gateway.sse import HOLE, ChatFormat, CompletionFormat, Echo, Ending, Format, Head, Written, around, commas
 from gateway.transport import EventStream, WholeAnswer, Write, read_json, unless_gone
 
 VERSION = version("fulcrum-llm")
 FINGERPRINT = f"fulcrum-{VERSION}"
 CHAT_NAMES = {"prompt": "messages"}
+TOKENS_AT_ONCE = 8192
 PIECE_BYTES = 64 << 10
 MAX_ANSWER = 64 << 20  # characters of one that is not streamed: it is held here
 
@@ -122,15 +123,16 @@ class Routes:
         body, message = await self._body(request, parse_tokenize, tokenize_request)
         names = CHAT_NAMES if isinstance(body, TokenizeChatRequest) else {}
         reply = await self._call(request, "Tokenize", message, names)
-        pieces = [piece.decode(errors="replace") for piece in reply.token_bytes] if body.return_token_strs else None
-        return JSONResponse(
-            {
-                "count": len(reply.token_ids),
-                "max_model_len": reply.max_model_len,
-                "tokens": list(reply.token_ids),
-                "token_strs": pieces,
-            }
-        )
+        count, written = len(reply.token_ids), Written()
+        told = ["tokens", "token_strs"] if body.return_token_strs else ["tokens"]
+        for at in range(0, count, TOKENS_AT_ONCE):
+            texts = reply.token_bytes[at : at + TOKENS_AT_ONCE] if body.return_token_strs else ()
+            lists = {"token_strs": [text.decode(errors="replace") for text in texts]}
+            written.add(lists | {"tokens": list(reply.token_ids[at : at + TOKENS_AT_ONCE])})
+            await asyncio.sleep(0)
+        answer = {"count": count, "max_model_len": reply.max_model_len, **{name: [HOLE] for name in told}}
+        answer.setdefault("token_strs", None)
+        return WholeAnswer(await in_pieces(around(answer, *(commas(written[name]) for name in told))))
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
@@ -199,13 +201,7 @@ class Routes:
                     raise ApiError(400, message, code="answer_too_large")
         finally:
             self._done(request, answer)
-        pieces = [bytearray()]
-        for text in shape.whole([endings[index] for index in range(answer.choices)], answer.counts):
-            if len(pieces[-1]) > PIECE_BYTES:
-                pieces.append(bytearray())
-                await asyncio.sleep(0)
-            pieces[-1] += text.encode()
-        return pieces
+        return await in_pieces(shape.whole([endings[index] for index in range(answer.choices)], answer.counts))
 
     async def _write(
         self, request: Request, answer: Answer, shape: Format, names: dict[str, str], write: Write
@@ -316,6 +312,17 @@ class Routes:
             }
             for name in reply.served_names
         ]
+
+
+async def in_pieces(texts: Iterable[str]) -> list[bytearray]:
+    """The texts, encoded; nobody waits for all of them."""
+    pieces = [bytearray()]
+    for text in texts:
+        if len(pieces[-1]) > PIECE_BYTES:
+            pieces.append(bytearray())
+            await asyncio.sleep(0)
+        pieces[-1] += text.encode()
+    return pieces
 
 
 def seconds(text: str) -> float:

@@ -156,7 +156,10 @@ class GrammarCompiler:
             loop.call_later(_FORGET_SECONDS, self._kept.pop, constraint, None)
         logger.debug("a grammar (%s) took %.3f s: %d bytes", constraint.kind, loop.time() - began, len(result.grammar))
         self._kept[constraint] = result
-        while len(self._kept) > _KEPT or sum(len(one.grammar) for one in self._kept.values()) > _KEPT_BYTES:
+        while (
+            len(self._kept) > _KEPT
+            or sum(len(of.text) + len(it.grammar) for of, it in self._kept.items()) > _KEPT_BYTES
+        ):
             self._kept.popitem(last=False)
         return result
 

@@ -39,7 +39,7 @@ MAX_CHOICES = 1024
 MAX_MESSAGES = 8192
 MAX_PARTS = 2048  # of a message
 MAX_CALLS = 128  # of a message
-MAX_ARGUMENTS_BYTES = 1 << 20  # of a call
+MAX_ARGUMENTS_BYTES = 256 << 10  # of a call: 30 ms to read at the worst
 MAX_KWARGS_BYTES = 64 << 10
 
 

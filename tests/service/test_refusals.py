@@ -114,8 +114,8 @@ BAD_FIELDS = {
         pb.GenerateRequest(chat=chat({"role": "assistant", "tool_calls": [call_of("{}")] * 129})),
         "chat.messages[0].tool_calls",
     ),
-    "arguments of more than 1 MiB": (
-        pb.GenerateRequest(chat=chat({"role": "assistant", "tool_calls": [call_of(f'{{"a": "{"x" * (1 << 20)}"}}')]})),
+    "arguments of more than 256 KiB": (
+        pb.GenerateRequest(chat=chat({"role": "assistant", "tool_calls": [call_of(f'{{"a": "{"x" * 262144}"}}')]})),
         "chat.messages[0].tool_calls[0].arguments_json",
     ),
     "template_kwargs of more than 64 KiB": (
