@@ -95,6 +95,24 @@ def serve_model() -> Callable[..., AbstractContextManager[Addresses]]:
 
 
 @pytest.fixture(scope="session")
+def serve_tiny(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., AbstractContextManager[Addresses]]:
+    """serve_tiny(pages, *flags): the tiny random model with a pool of so many pages; its log holds no traceback."""
+
+    @contextmanager
+    def serve(pages: int, *flags: str) -> Iterator[Addresses]:
+        log = tmp_path_factory.mktemp("tiny") / "stderr.log"
+        page = 2 * 2 * 2 * 16 * 4 * 16  # bytes: K and V, layers, KV heads, head_dim, float32, tokens of a page
+        pool = ("--memory-budget", str(pages * page), "--max-model-len", "512")
+        with serving(tiny_model, log, "--load-format", "dummy", *pool, *flags) as addresses:
+            yield addresses
+        assert "Traceback" not in log.read_text()
+
+    return serve
+
+
+@pytest.fixture(scope="session")
 def served(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
     """The default model as it is, for all tests of this folder."""
     with serving(default_model, tmp_path_factory.mktemp("e2e") / "stderr.log") as addresses:

@@ -12,7 +12,6 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -33,15 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 @pytest.fixture(scope="module")
-def stormed(
-    serve_model: Callable[..., Any], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Any]:
-    log = tmp_path_factory.mktemp("storms") / "stderr.log"
-    page = 2 * 2 * 2 * 16 * 4 * 16  # bytes: K and V, layers, KV heads, head_dim, float32, tokens of a page
-    flags = ("--load-format", "dummy", "--memory-budget", str(PAGES * page), "--max-model-len", "512")
-    with serve_model(tiny_model, log, *flags, "--max-num-seqs", "32", "--log-level", "error") as addresses:
+def stormed(serve_tiny: Callable[..., Any]) -> Iterator[Any]:
+    with serve_tiny(PAGES, "--max-num-seqs", "32", "--log-level", "error") as addresses:
         yield addresses
-    assert "Traceback" not in log.read_text()
 
 
 async def idle(admin: AdminServiceStub) -> None:
