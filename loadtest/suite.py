@@ -23,7 +23,7 @@ from loadtest.options import COUNT, POSITIVE, POSITIVE_OR_INF, WORKERS
 from loadtest.records import Chain, Fields, LoadTestError
 from loadtest.report import check_folder, read_result, save
 from loadtest.serve import LoadTest
-from loadtest.suite_rows import GROUPS, ROWS, Row, gate, mixed_prompts, select
+from loadtest.suite_rows import GROUPS, OBJECTIVES, ROWS, Row, gate, mixed_prompts, select
 from loadtest.suite_server import COUNTERS, GAUGES, Server, serving, watched
 from loadtest.tables import columns, compare_table, medians, number, rows_table
 
@@ -107,10 +107,10 @@ class Suite:
         return fits
 
     def _estimate(self, row: Row) -> float:
-        """Seconds, as the reference took."""
+        """Seconds, as the reference took, or as the rate says."""
         if row.compared_with:
             return _ROW_SECONDS + row.count / self.rates[row.compared_with]
-        return _ROW_SECONDS + (self.seconds + _DRAIN_SECONDS if row.dataset == "mixed" else 0)
+        return _ROW_SECONDS + (self.seconds + _DRAIN_SECONDS if row.dataset == "mixed" else row.count / row.rate)
 
     def _fail(self, row: Row, error: LoadTestError) -> None:
         self.failed[row.key] = None
@@ -156,6 +156,7 @@ class Suite:
             tokenizer_path=self.model if (self.model / "tokenizer.json").exists() else None,
             progress=False,
             seconds=self.seconds if mixed else math.inf,
+            objectives=OBJECTIVES if row.dataset == "sharegpt" else {},
         )
         chains, began = chains_of(row, test), time.monotonic()
         before, cpu = server.stats(COUNTERS), server.cpu_seconds()

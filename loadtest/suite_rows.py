@@ -64,6 +64,12 @@ def _sharegpt(rate: int, count: int) -> Row:
     return Row(f"sg-{rate}", f"sg, {rate} req/s", "sharegpt", count, rate=rate, fresh=False, flush=False)
 
 
+def _beyond(rate: int) -> Row:
+    """A rate that the reference has no row of: its prompts, repeated, for about twenty seconds."""
+    load = f"sg, {rate} req/s, repeated"
+    return Row(f"sg-{rate}", load, "sharegpt", 20 * rate, rate=rate, oversample=True, fresh=False, reference="")
+
+
 _7K = "7,680 in, 64 out, concurrency 1"
 _7K_IDS = "7,680 in (token ids), 64 out, concurrency 1"
 _LONG = "7,168 in, 512 out, 50 at once"
@@ -79,18 +85,23 @@ _ALL = (
     *map(_sharegpt, (32, 16, 8, 4, 2, 1), (519, 519, 320, 140, 50, 25)),
     # The reference's ran on a server of its own, so it begins with an empty cache.
     Row("sg-2000", _2000, "sharegpt", 2000, seed=0, oversample=True, fresh=False),
+    *map(_beyond, (64, 96, 128)),
     Row("card24", _CARD, "mixed", 16, (2800, 8192), concurrency=64, options=("--memory-budget=24GiB",), reference=""),
 )
 ROWS: dict[str, Row] = {row.key: row for row in _ALL}
 
 
-_SHAREGPT = tuple(key for key in ROWS if key.startswith("sg"))
+_BEYOND = ("sg-64", "sg-96", "sg-128")
+_SHAREGPT = tuple(key for key in ROWS if key.startswith("sg") and key not in _BEYOND)
 GROUPS: dict[str, tuple[str, ...]] = {
     "rnd1k": tuple(key for key in ROWS if key.startswith("rnd1k")),
     "rnd7k": ("rnd7k-text", "rnd7k-ids"),
     "sg": _SHAREGPT,
     "sg-rates": _SHAREGPT[:-1],
+    "sg-beyond": _BEYOND,
 }
+OBJECTIVES = {"ttft": 200.0, "tpot": 20.0}
+"""Milliseconds that a request of ShareGPT is to keep within to be counted as good."""
 
 # The project's goals (a figure, at least or at most): ahead of vLLM 0.26.0 on the same GPU.
 TARGETS: tuple[tuple[str, str, str, float], ...] = (

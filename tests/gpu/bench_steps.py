@@ -24,7 +24,6 @@ from engine.request import SamplingParams
 from engine.step import PageUpdate, RowInit, RowWork, Sample, Step
 from loadtest.environment import environment
 
-PAGE = 16
 GREEDY = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
 # Decodes, tokens of a chunk, tokens before the chunk.
 _MIXED = ((0, 256, 0), (0, 2048, 0), (64, 192, 0), (128, 384, 0), (128, 896, 0), (256, 768, 0), (0, 1536, 6144))
@@ -34,8 +33,8 @@ DRAWN = SamplingParams(temperature=0.8, top_p=0.95, seed=0, ignore_eos=True)
 class Rows:
     """Rows with pages of their own, scattered over the pool."""
 
-    def __init__(self, runner: GpuRunner) -> None:
-        self.runner = runner
+    def __init__(self, runner: GpuRunner, page_size: int) -> None:
+        self.runner, self.page_size = runner, page_size
         self.pages = torch.randperm(runner.num_pages, generator=torch.Generator().manual_seed(0)).tolist()
         self.step_id = 0
 
@@ -43,7 +42,7 @@ class Rows:
         """A step that only makes rows of these lengths."""
         inits, updates, at = [], [], 0
         for row, length in enumerate(lengths):
-            count = -(-(length + 64) // PAGE)
+            count = -(-(length + 64) // self.page_size)
             inits.append(RowInit(row, tuple(range(1, length + 1)), length, params, 0, ()))
             updates.append(PageUpdate(row, 0, tuple(self.pages[at : at + count])))
             at += count
@@ -140,8 +139,9 @@ def kernel_times(rows: Rows, steps: list[Step]) -> dict[str, tuple[float, float]
 @click.option("--batches", default="1,8,32,64,128,256,512")
 @click.option("--context", default=1152)
 @click.option("--max-num-batched-tokens", default=2048)
+@click.option("--page-size", default=16)
 @click.option("--profile/--no-profile", "profiled", default=True)
-def main(model: Path, output: Path, batches: str, context: int, max_num_batched_tokens: int, profiled: bool) -> None:
+def main(model: Path, output: Path, batches: str, context: int, profiled: bool, **limits: int) -> None:
     """Prints a table of step times; everything goes to the output file."""
     began = time.perf_counter()
     sizes = [int(size) for size in batches.split(",")]
@@ -150,7 +150,7 @@ def main(model: Path, output: Path, batches: str, context: int, max_num_batched_
         load_format="dummy",
         max_model_len=8192,
         max_num_seqs=max(*sizes, 256),
-        max_num_batched_tokens=max_num_batched_tokens,
+        **limits,
     )
     runner = GpuRunner(config, load_model(config, progress=False))
     loaded = time.perf_counter()
@@ -161,12 +161,13 @@ def main(model: Path, output: Path, batches: str, context: int, max_num_batched_
         "warm_up_seconds": time.perf_counter() - loaded,
         "graphs": len(runner._graphs),
         "pages": runner.num_pages,
+        "page_size": config.page_size,
         "memory_used_fraction": (total - free) / total,
         "rows": [],
         "kernels": [],
     }
-    click.echo(str({key: record[key] for key in list(record)[-7:-2]}))
-    rows = Rows(runner)
+    click.echo(str({key: record[key] for key in list(record)[-8:-2]}))
+    rows = Rows(runner, config.page_size)
 
     def measure(name: str, steps: list[Step]) -> None:
         busy, gaps, host = run_steps(rows, steps)
@@ -182,16 +183,8 @@ def main(model: Path, output: Path, batches: str, context: int, max_num_batched_
         for size in sizes:
             runner.collect(runner.launch(rows.init([context] * size, params)))
             measure(f"decode {size}{label}", decode_steps(rows, size, context, 30))
-    for decodes, chunk, prefix in (
-        (0, 256, 0),
-        (0, 2048, 0),
-        (64, 192, 0),
-        (128, 384, 0),
-        (128, 896, 0),
-        (256, 768, 0),
-        (0, 1536, 6144),
-    ):
-        if decodes + chunk > max_num_batched_tokens:
+    for decodes, chunk, prefix in _MIXED:
+        if decodes + chunk > config.max_num_batched_tokens:
             continue
         runner.collect(runner.launch(rows.init([context] * decodes + [prefix + chunk], GREEDY)))
         measure(f"mixed {decodes} + {chunk} after {prefix}", mixed_steps(rows, decodes, context, chunk, prefix, 12))

@@ -85,7 +85,7 @@ def test_mixed_row_watches_the_server(tiny_model, tmp_path, small_rows):
     ran = run(tiny_model, "--rows=card24", f"--result-dir={tmp_path}", "--seconds=2", "--workers=1", "--", *CPU)
     assert ran.exit_code == 0, ran.output
     fields = read_result(tmp_path / "card24-1.json")
-    assert 4 < fields["completed"] == fields["num_prompts"] < 3000
+    assert 4 <= fields["completed"] == fields["num_prompts"] < 3000
     assert 2 <= fields["duration"] < 20
     # A page holds 16 tokens of k and v, of 2 layers, 2 heads of 16 values, 4 bytes each: 8 KiB.
     assert fields["pages_at_end"]["total_pages"] == 2**20 // (16 * 2 * 2 * 2 * 16 * 4)
