@@ -75,8 +75,16 @@ def test_results_say_where_they_come_from():
     json.dumps(fields)
 
 
-def test_keys_stay_out_of_the_command():
-    shown = command(
-        ["/x/bin/fulcrum", "bench", "--header", "authorization=Bearer k=v", "--header=x-key=k=v", "--model", "a b"]
-    )
-    assert shown == "fulcrum bench --header authorization=... --header=x-key=... --model 'a b'"
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["/usr/bin/fulcrum", "bench", "serve", "--port=1"], "fulcrum bench serve --port=1"),
+        (["fulcrum", "bench", "--dataset-path", "{folder}/a.json"], "fulcrum bench --dataset-path a.json"),
+        (["fulcrum", "bench", "--dataset-path={folder}/a.json"], "fulcrum bench --dataset-path=a.json"),
+        (["fulcrum", "--endpoint=/v1/chat", "--header", "k=v"], "fulcrum --endpoint=/v1/chat --header k=..."),
+        (["fulcrum", "--header=x-key=k=v", "--model", "a b"], "fulcrum --header=x-key=... --model 'a b'"),
+        (["{folder}/loadtest/suite.py", "m.gguf"], "python -m loadtest.suite m.gguf"),
+    ],
+)
+def test_the_command_of_a_result_names_no_folder_and_no_key(arguments, shown, tmp_path):
+    assert command([argument.format(folder=tmp_path) for argument in arguments]) == shown
