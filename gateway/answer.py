@@ -1,4 +1,4 @@
-"""The Generate calls of one HTTP request as one stream of pieces. Knows no JSON and no HTTP server."""
+"""The Generate calls of one HTTP request as one stream of events. Knows no JSON and no HTTP server."""
 
 import asyncio
 import time
@@ -9,43 +9,24 @@ import grpc
 from fulcrum.v1 import inference_pb2 as pb
 from gateway.engines import CallContext, EnginePool, Generation, Read
 from gateway.errors import internal_error
-from gateway.logprobs import Logprobs
-from gateway.sse import CallPiece, Ending, TokenCounts
+from gateway.sse import REASONS, TokenCounts
 
 Merged = asyncio.Queue[tuple[int, pb.GenerateResponse | grpc.aio.AioRpcError | None]]
 
-REASONS = {
-    pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_LENGTH: "length",
-    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
-}
+Event = pb.Delta | pb.Finished | pb.PromptLogprobs
 
 
-@dataclass(slots=True)  # not frozen, which would triple the time to make one
-class Piece:
-    """A choice goes on by this, or ends. Or it is about the prompt of the n choices from `index` on."""
-
-    index: int
-    text: str
-    ending: Ending | None = None
-    reasoning: str = ""
-    calls: tuple[CallPiece, ...] = ()
-    logprobs: Logprobs = ()
-    prompt: Logprobs = ()
-
-
+@dataclass(eq=False)
 class PromptRefused(Exception):
     """One of several prompts is refused.
 
-    Attributes:
+    Args:
         number: which, from 0.
         error: why.
     """
 
-    def __init__(self, number: int, error: grpc.aio.AioRpcError) -> None:
-        super().__init__(number, error)
-        self.number = number
-        self.error = error
+    number: int
+    error: grpc.aio.AioRpcError
 
 
 class Answer:
@@ -109,8 +90,10 @@ class Answer:
         for generation in self._generations:
             generation.cancel()
 
-    async def next(self) -> Piece | None:
-        """The next piece: per choice its texts, then one ending. None at the end; then `counts` is complete.
+    async def next(self) -> tuple[int, Event] | None:
+        """A choice and how it goes on or ends; or the first of n choices and logprobs of their prompt.
+
+        None at the end; then `counts` is complete.
 
         Raises: AioRpcError; ApiError 500 when the engine ends well but has left something out.
         """
@@ -120,33 +103,26 @@ class Answer:
                 if self._open_choices or self._open_usages:
                     raise internal_error()
                 return None
-            kind = event.WhichOneof("event")
-            if kind == "delta":
-                delta = event.delta
-                text, reasoning, calls, logprobs = delta.text, delta.reasoning, delta.tool_calls, delta.logprobs
-                if text or reasoning or calls or logprobs:
-                    if self.first_text_at is None and (text or reasoning or calls):
-                        self.first_text_at = time.monotonic()
-                    index = number * self.n + delta.index
-                    if not (reasoning or calls or logprobs):
-                        return Piece(index, text)
-                    pieces = tuple(CallPiece(call.index, call.id, call.name, call.arguments) for call in calls)
-                    return Piece(index, text, reasoning=reasoning, calls=pieces, logprobs=logprobs)
-            elif kind == "prompt_logprobs":
-                return Piece(number * self.n, "", prompt=event.prompt_logprobs.tokens)
-            elif kind == "finished":
-                finished = event.finished
-                index = number * self.n + finished.index
-                if index not in self._open_choices or finished.reason not in REASONS:
-                    raise internal_error()
-                self._open_choices.remove(index)
-                return Piece(index, "", Ending(REASONS[finished.reason], matched(finished)))
-            elif kind == "usage":
-                self._open_usages -= 1
-                self.counts.prompt += event.usage.prompt_tokens
-                self.counts.completion += event.usage.completion_tokens
-                self.counts.cached += event.usage.cached_tokens
-                self.counts.reasoning += event.usage.reasoning_tokens
+            first = number * self.n
+            match event.WhichOneof("event"):
+                case "delta":
+                    delta = event.delta
+                    if delta.text or delta.reasoning or delta.tool_calls:
+                        self.first_text_at = self.first_text_at or time.monotonic()
+                    elif not delta.logprobs:
+                        continue
+                    return first + delta.index, delta
+                case "prompt_logprobs":
+                    return first, event.prompt_logprobs
+                case "finished":
+                    index = first + event.finished.index
+                    if index not in self._open_choices or event.finished.reason not in REASONS:
+                        raise internal_error()
+                    self._open_choices.remove(index)
+                    return index, event.finished
+                case "usage":
+                    self._open_usages -= 1
+                    self.counts.add(event.usage)
 
     async def _read_one(self) -> tuple[int, pb.GenerateResponse | None]:
         return 0, await self._generations[0].read() or None
@@ -172,11 +148,3 @@ async def pump(number: int, read: Read, merged: Merged) -> None:
         await merged.put((number, error))
     else:
         await merged.put((number, None))
-
-
-def matched(finished: pb.Finished) -> str | int | None:
-    """The stop string or stop token id that ended a choice (vLLM's stop_reason: an end-of-sequence token is None)."""
-    kind = finished.WhichOneof("matched")
-    if kind == "stop":
-        return finished.stop
-    return finished.stop_token_id if kind == "stop_token_id" else None

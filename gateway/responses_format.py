@@ -1,13 +1,14 @@
 """Writes answers of the Responses API: whole, and as its typed events. Knows no gRPC call and no HTTP server."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from fulcrum.v1 import inference_pb2 as pb
 from gateway.errors import ApiError
 from gateway.logprobs import ContentTokens, Logprobs, token_logprobs
 from gateway.responses_schema import ResponsesRequest
-from gateway.sse import HOLE, CallPiece, Ending, Format, Head, TokenCounts, around, commas, compact, quote
+from gateway.sse import HOLE, Format, Head, TokenCounts, around, commas, compact, length, quote
 
 
 class Kind(NamedTuple):
@@ -27,7 +28,7 @@ CALL = Kind("function_call", "fc", "response.function_call_arguments", "")
 class ResponsesFormat(Format):
     """A response. It grows item by item, streamed or not: reasoning, messages and calls, as the model writes them."""
 
-    def __init__(self, head: Head, body: ResponsesRequest) -> None:
+    def __init__(self, head: Head, choices: int, body: ResponsesRequest) -> None:
         """Takes the request for what the answer repeats of it."""
         repeated = {"reasoning", "text", "tool_choice", "tools"}
         given = body.model_dump(include=repeated, by_alias=True, exclude_none=True)
@@ -78,25 +79,13 @@ class ResponsesFormat(Format):
         for state in ("response.created", "response.in_progress"):
             yield self._event(state, response=self._response).encode()
 
-    def piece(self, index: int, text: str) -> bytes:
-        """A piece of the message's text."""
-        return self._say(MESSAGE, text, logprobs=self._tokens.next(text)).encode()
-
-    def parts(
-        self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece], logprobs: Logprobs = ()
-    ) -> bytes:
+    def delta(self, index: int, delta: pb.Delta) -> bytes:
         """The events of reasoning, text and calls, in this order."""
-        self._tokens.add(logprobs)
-        events = self._say(REASONING, reasoning) if reasoning else ""
-        if text:
-            events += self._say(MESSAGE, text, logprobs=self._tokens.next(text))
-        elif reasoning:
-            self._tokens.rest()  # reasoning has no place for them
-        return (events + "".join(self._say(CALL, call.arguments, call) for call in calls)).encode()
+        return self._delta(delta).encode()
 
-    def ending(self, index: int, ending: Ending) -> bytes:
+    def ending(self, index: int, finished: pb.Finished) -> bytes:
         """The end of the open item, which the limit of tokens may have cut."""
-        self._cut = ending.reason == "length"
+        self._cut = finished.reason == pb.FINISH_REASON_LENGTH
         rest = self._tokens.rest()  # of a message: what ended it
         events = self._say(MESSAGE, "", logprobs=rest) if rest and self._open == (MESSAGE, 0) else ""
         return (events + self._close("incomplete" if self._cut else "completed")).encode()
@@ -106,15 +95,18 @@ class ResponsesFormat(Format):
         self._complete(counts)
         return self._event(f"response.{self._response['status']}", *self._told, response=self._response).encode()
 
-    def keep(self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece], logprobs: Logprobs) -> int:
+    def keep(self, index: int, delta: pb.Delta) -> int:
         """The response goes on, as in a stream."""
-        events = self.parts(index, text, reasoning, calls, logprobs)
+        events = self._delta(delta)
         # Events are many times as long as a token; logprobs, of which these are mostly made, are kept.
-        return len(events) if logprobs else len(text) + len(reasoning) + sum(len(call.arguments) for call in calls)
+        return len(events) if delta.logprobs else length(delta)
 
-    def whole(self, endings: list[Ending], counts: TokenCounts) -> Iterator[str]:
+    def keep_ending(self, index: int, finished: pb.Finished) -> None:
+        """As in a stream."""
+        self.ending(index, finished)
+
+    def whole(self, counts: TokenCounts) -> Iterator[str]:
         """The answer, in pieces."""
-        self.ending(0, endings[0])
         self._complete(counts)
         return around(self._response, *map(commas, self._told))
 
@@ -141,9 +133,21 @@ class ResponsesFormat(Format):
             },
         }
 
-    def _say(self, kind: Kind, text: str, call: CallPiece | None = None, logprobs: Logprobs = ()) -> str:
+    def _delta(self, delta: pb.Delta) -> str:
+        text, reasoning = delta.text, delta.reasoning
+        self._tokens.add(delta.logprobs)
+        events = self._say(REASONING, reasoning) if reasoning else ""
+        if text:
+            events += self._say(MESSAGE, text, logprobs=self._tokens.next(text))
+        elif reasoning:
+            self._tokens.rest()  # reasoning has no place for them
+        for call in delta.tool_calls:
+            events += self._say(CALL, call.arguments, call)
+        return events
+
+    def _say(self, kind: Kind, text: str, call: pb.ToolCallDelta | None = None, logprobs: Logprobs = ()) -> str:
         """An item goes on; another kind, or another call, ends the one before."""
-        key = (kind, call.call if call is not None else 0)
+        key = (kind, 0 if call is None else call.index)
         events = "" if key == self._open else self._close("completed") + self._begin(kind, call)
         self._open = key
         if not (text or logprobs):
@@ -155,7 +159,7 @@ class ResponsesFormat(Format):
             told = f',"logprobs":[{self._told[-1][-1]}]'
         return f'{events}{self._before}{quote(text)}{told},"sequence_number":{self._number()}}}\n\n'
 
-    def _begin(self, kind: Kind, call: CallPiece | None) -> str:
+    def _begin(self, kind: Kind, call: pb.ToolCallDelta | None) -> str:
         index = len(self._output)
         item: dict[str, Any] = {
             "id": f"{kind.id_prefix}_{self._id}_{index}",

@@ -38,7 +38,7 @@ from gateway.schemas import (
     parse,
     parse_tokenize,
 )
-from gateway.sse import HOLE, ChatFormat, CompletionFormat, Echo, Ending, Format, Head, Written, around, commas
+from gateway.sse import HOLE, ChatFormat, CompletionFormat, Echo, Format, Head, Written, around, commas
 from gateway.transport import EventStream, WholeAnswer, Write, read_json, unless_gone
 
 VERSION = version("fulcrum-llm")
@@ -49,6 +49,7 @@ PIECE_BYTES = 64 << 10
 MAX_ANSWER = 64 << 20  # characters of one that is not streamed: it is held here
 
 B = TypeVar("B")
+S = TypeVar("S", bound=Sampling)
 T = TypeVar("T")
 
 
@@ -67,33 +68,19 @@ class Routes:
         """POST /v1/chat/completions."""
         body, message = await self._body(request, partial(parse, ChatRequest), chat_request)
         names = CHAT_NAMES | ({} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"})
-
-        def form(head: Head, choices: int) -> Format:
-            asked, of_prompt = bool(body.logprobs), body.prompt_logprobs
-            return ChatFormat(head, choices, body.include_usage, logprobs=asked, prompt_logprobs=of_prompt)
-
-        return await self._generate(request, body, [message], form, names)
+        return await self._generate(request, body, [message], ChatFormat, names)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         mapped = partial(completion_requests, max_prompts=self._config.max_prompts)
         body, requests = await self._body(request, partial(parse, CompletionRequest), mapped)
-        echo = await self._echo(request, body) if body.echo else None
-
-        def form(head: Head, choices: int) -> Format:
-            asked, of_prompt = body.logprobs, body.prompt_logprobs
-            return CompletionFormat(head, choices, body.include_usage, echo, logprobs=asked, prompt_logprobs=of_prompt)
-
+        form = partial(CompletionFormat, echo=await self._echo(request, body) if body.echo else None)
         return await self._generate(request, body, requests, form, {"top_logprobs": "logprobs"})
 
     async def responses(self, request: Request) -> Response:
         """POST /v1/responses."""
         body, (message, names) = await self._body(request, partial(parse, ResponsesRequest), responses_request)
-
-        def form(head: Head, choices: int) -> Format:
-            return ResponsesFormat(head, body)
-
-        return await self._generate(request, body, [message], form, names)
+        return await self._generate(request, body, [message], ResponsesFormat, names)
 
     async def stored_response(self, request: Request) -> Response:
         """GET and DELETE /v1/responses/{id}: none is kept."""
@@ -165,9 +152,9 @@ class Routes:
     async def _generate(
         self,
         request: Request,
-        body: Sampling,
+        body: S,
         requests: list[pb.GenerateRequest],
-        form: Callable[[Head, int], Format],
+        form: Callable[[Head, int, S], Format],
         names: dict[str, str],
     ) -> Response:
         """Runs the Generates and answers with their text, streamed or whole. Until all are accepted no byte is sent."""
@@ -177,31 +164,29 @@ class Routes:
         answer = await self._engine(request, opening, names)
         request.state.engine_id = answer.request_id
         head = Head(answer.request_id, int(time.time()), body.model or answer.model, FINGERPRINT)
-        shape = form(head, answer.choices)
+        shape = form(head, answer.choices, body)
         if body.stream:
             source = partial(self._write, request, answer, shape, names)
             return EventStream(source, self._config.heartbeat_seconds, answer.close, shape.failed)
         return WholeAnswer(await self._engine(request, self._whole(request, answer, shape), names))
 
     async def _whole(self, request: Request, answer: Answer, shape: Format) -> list[bytearray]:
-        endings: dict[int, Ending] = {}
         size = 0
         try:
-            while (piece := await answer.next()) is not None:
-                if piece.ending is not None:
-                    endings[piece.index] = piece.ending
-                elif piece.prompt:
-                    size += shape.keep_prompt(range(piece.index, piece.index + answer.n), piece.prompt)
-                else:
-                    size += shape.keep(piece.index, piece.text, piece.reasoning, piece.calls, piece.logprobs)
+            while (told := await answer.next()) is not None:
+                match told:
+                    case index, pb.Delta() as delta:
+                        size += shape.keep(index, delta)
+                    case index, pb.Finished() as finished:
+                        shape.keep_ending(index, finished)
+                    case first, pb.PromptLogprobs(tokens=tokens):
+                        size += shape.keep_prompt(range(first, first + answer.n), tokens)
                 if size > MAX_ANSWER:
-                    message = (
-                        f"The answer is larger than {MAX_ANSWER >> 20} MiB: ask for less at a time, or for a stream."
-                    )
-                    raise ApiError(400, message, code="answer_too_large")
+                    text = f"The answer is larger than {MAX_ANSWER >> 20} MiB: ask for less at a time, or for a stream."
+                    raise ApiError(400, text, code="answer_too_large")
         finally:
             self._done(request, answer)
-        return await in_pieces(shape.whole([endings[index] for index in range(answer.choices)], answer.counts))
+        return await in_pieces(shape.whole(answer.counts))
 
     async def _write(
         self, request: Request, answer: Answer, shape: Format, names: dict[str, str], write: Write
@@ -210,18 +195,16 @@ class Routes:
         try:
             for chunk in shape.opening():
                 await write(chunk)
-            while (piece := await answer.next()) is not None:
-                if piece.ending is not None:
-                    await write(shape.ending(piece.index, piece.ending))
-                elif piece.reasoning or piece.calls or piece.logprobs:
-                    await write(shape.parts(piece.index, piece.text, piece.reasoning, piece.calls, piece.logprobs))
-                elif piece.prompt:
-                    for index in range(piece.index, piece.index + answer.n):
-                        if chunk := shape.prompt(index, piece.prompt):
+            while (told := await answer.next()) is not None:
+                match told:
+                    case index, pb.Delta() as delta:
+                        await write(shape.delta(index, delta))
+                    case index, pb.Finished() as finished:
+                        await write(shape.ending(index, finished))
+                    case first, pb.PromptLogprobs(tokens=tokens):
+                        for chunk in shape.prompt(range(first, first + answer.n), tokens):
                             await write(chunk)
                             await asyncio.sleep(0)  # a socket with room makes nobody wait
-                else:
-                    await write(shape.piece(piece.index, piece.text))
             return shape.closing(answer.counts)
         except grpc.aio.AioRpcError as error:
             return self._failed(shape, from_rpc(error, names, request.state.request_id))

@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass
 from json.encoder import encode_basestring
 from typing import Any, NamedTuple
 
+from fulcrum.v1 import inference_pb2 as pb
 from gateway.errors import ApiError
 from gateway.logprobs import LISTS, Logprobs, TextLogprobs, prompt_logprobs, token_logprobs
+from gateway.schemas import ChatRequest, CompletionRequest, Sampling
 
 DONE = b"data: [DONE]\n\n"
 # Blank lines, no comment: the client of `vllm bench serve` 0.26 loses all that follows a comment in a chunk of its own.
@@ -22,6 +24,11 @@ HEARTBEAT = b"\n\n"
 
 # The fields of a choice that goes on.
 OPEN = {"logprobs": None, "finish_reason": None}
+REASONS = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
 
 # Some readers of event streams take these for line ends; inside JSON they may be escaped.
 LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
@@ -101,6 +108,13 @@ class TokenCounts:
     cached: int = 0
     reasoning: int = 0
 
+    def add(self, usage: pb.Usage) -> None:
+        """Those of one prompt's choices."""
+        self.prompt += usage.prompt_tokens
+        self.completion += usage.completion_tokens
+        self.cached += usage.cached_tokens
+        self.reasoning += usage.reasoning_tokens
+
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object."""
         details = {"completion_tokens_details": {"reasoning_tokens": self.reasoning}} if self.reasoning else {}
@@ -110,38 +124,6 @@ class TokenCounts:
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         } | details
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a choice ended.
-
-    Args:
-        reason: OpenAI's finish_reason.
-        matched: the stop string or stop token id that was met, if one was.
-    """
-
-    reason: str
-    matched: str | int | None
-
-
-class CallPiece(NamedTuple):
-    """A piece of a tool call; `id` and `name` are in its first one."""
-
-    call: int
-    id: str
-    name: str
-    arguments: str
-
-    def delta(self) -> dict[str, Any]:
-        """OpenAI's delta of it."""
-        if not self.id:
-            return {"index": self.call, "function": {"arguments": self.arguments}}
-        return {"index": self.call, **self.whole()}
-
-    def whole(self) -> dict[str, Any]:
-        """OpenAI's tool call, where this is all of it."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class Echo(NamedTuple):
@@ -157,15 +139,16 @@ class Said:
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: dict[int, list[CallPiece]] = {}
+        self._calls: dict[int, tuple[pb.ToolCallDelta, list[str]]] = {}  # a call's first piece, and its arguments
         self.logprobs, self.prompt = Written(), Written()
+        self.ending: dict[str, Any] = {}
 
-    def add(self, text: str, reasoning: str, calls: Iterable[CallPiece]) -> None:
+    def add(self, delta: pb.Delta) -> None:
         """It goes on."""
-        self._texts.append(text)
-        self._reasoning.append(reasoning)
-        for piece in calls:
-            self._calls.setdefault(piece.call, []).append(piece)
+        self._texts.append(delta.text)
+        self._reasoning.append(delta.reasoning)
+        for call in delta.tool_calls:
+            self._calls.setdefault(call.index, (call, []))[1].append(call.arguments)
 
     @property
     def text(self) -> str:
@@ -174,13 +157,20 @@ class Said:
 
     def message(self) -> dict[str, Any]:
         """OpenAI's message."""
-        calls = [
-            parts[0]._replace(arguments="".join(part.arguments for part in parts)).whole()
-            for _, parts in sorted(self._calls.items())
-        ]
+        calls = [tool_call(first, "".join(arguments)) for _, (first, arguments) in sorted(self._calls.items())]
         text = self.text
         message = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
         return message | reasoned("".join(self._reasoning)) | ({"tool_calls": calls} if calls else {})
+
+
+def tool_call(first: pb.ToolCallDelta, arguments: str) -> dict[str, Any]:
+    """OpenAI's tool call, of which this is the first piece."""
+    return {"id": first.id, "type": "function", "function": {"name": first.name, "arguments": arguments}}
+
+
+def length(delta: pb.Delta) -> int:
+    """Characters of a piece."""
+    return len(delta.text) + len(delta.reasoning) + sum(len(call.arguments) for call in delta.tool_calls)
 
 
 def reasoned(text: str) -> dict[str, str]:
@@ -196,31 +186,29 @@ class Format(ABC):
         """What is sent as soon as the request is accepted."""
 
     @abstractmethod
-    def piece(self, index: int, text: str) -> bytes:
-        """A piece of a choice's text."""
+    def delta(self, index: int, delta: pb.Delta) -> bytes:
+        """A piece of a choice."""
+
+    def prompt(self, indexes: range, logprobs: Logprobs) -> Iterable[bytes]:
+        """The next logprobs of the prompt of these choices, where they are told in streams."""
+        return ()
 
     @abstractmethod
-    def parts(
-        self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece], logprobs: Logprobs = ()
-    ) -> bytes:
-        """A piece of a choice that is not its text alone."""
-
-    def prompt(self, index: int, logprobs: Logprobs) -> bytes:
-        """The next logprobs of a choice's prompt; b"" where they are not told in streams."""
-        return b""
-
-    @abstractmethod
-    def ending(self, index: int, ending: Ending) -> bytes:
+    def ending(self, index: int, finished: pb.Finished) -> bytes:
         """The last event of a choice."""
 
     @abstractmethod
     def closing(self, counts: TokenCounts) -> bytes:
         """The end of a stream."""
 
+    def failed(self, error: ApiError) -> bytes:
+        """The end of a stream that breaks."""
+        return event(error.body())
+
     # The answer that is not streamed.
 
     @abstractmethod
-    def keep(self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece], logprobs: Logprobs) -> int:
+    def keep(self, index: int, delta: pb.Delta) -> int:
         """A choice goes on. Returns: about how many characters more the answer has."""
 
     def keep_prompt(self, indexes: range, logprobs: Logprobs) -> int:
@@ -228,12 +216,12 @@ class Format(ABC):
         return 0
 
     @abstractmethod
-    def whole(self, endings: list[Ending], counts: TokenCounts) -> Iterator[str]:
-        """The answer, in pieces."""
+    def keep_ending(self, index: int, finished: pb.Finished) -> None:
+        """A choice has ended."""
 
-    def failed(self, error: ApiError) -> bytes:
-        """The end of a stream that breaks."""
-        return event(error.body())
+    @abstractmethod
+    def whole(self, counts: TokenCounts) -> Iterator[str]:
+        """The answer, in pieces."""
 
 
 class ChoicesFormat(Format):
@@ -243,10 +231,10 @@ class ChoicesFormat(Format):
     streamed_object: str
     whole_object: str
 
-    def __init__(self, head: Head, choices: int, nulls: bool) -> None:
-        """Makes what surrounds the pieces. `nulls`: chunks say "usage": null, as they do when usage will follow."""
+    def __init__(self, head: Head, choices: int, body: Sampling) -> None:
+        """Makes what surrounds the pieces. Chunks say "usage": null when usage will follow."""
         self._head = asdict(head) | {"id": self.id_prefix + head.id}
-        self._tail = {"usage": None} if nulls else {}
+        self._tail = {"usage": None} if body.include_usage else {}
         self._choices = choices
         self._halves: dict[int, tuple[str, str]] = {}
         self._said: defaultdict[int, Said] = defaultdict(Said)
@@ -256,54 +244,67 @@ class ChoicesFormat(Format):
         """A choice in a chunk; text is None in its last one."""
 
     @abstractmethod
-    def _whole_choice(self, index: int, said: Said, ending: dict[str, Any]) -> Iterator[str]:
+    def _parts(self, index: int, delta: pb.Delta) -> bytes:
+        """A piece of a choice that is not its text alone."""
+
+    @abstractmethod
+    def _whole_choice(self, index: int, said: Said) -> Iterator[str]:
         """A choice of the answer that is not streamed."""
 
     @abstractmethod
     def _told(self, index: int, logprobs: Logprobs) -> dict[str, list[Any]]:
         """The lists of a choice's logprobs, as far as these go."""
 
-    def piece(self, index: int, text: str) -> bytes:
-        """A piece of a choice's text."""
+    def delta(self, index: int, delta: pb.Delta) -> bytes:
+        """A chunk."""
+        if delta.reasoning or delta.tool_calls or delta.logprobs:
+            return self._parts(index, delta)
+        return self._piece(index, delta.text)
+
+    def _piece(self, index: int, text: str) -> bytes:
         if index not in self._halves:
             # The first place where it stands is the text: nothing that a caller chose comes before the choices.
-            before, _, after = self._chunk([self._streamed_choice(index, HOLE) | OPEN]).decode().partition(f'"{HOLE}"')
+            before, _, after = self._chunk(self._streamed_choice(index, HOLE) | OPEN).decode().partition(f'"{HOLE}"')
             self._halves[index] = before, after
         before, after = self._halves[index]
         return f"{before}{quote(text)}{after}".encode()
 
-    def ending(self, index: int, ending: Ending) -> bytes:
-        """The last event of a choice."""
-        return self._chunk([self._streamed_choice(index, None) | OPEN | close(ending)])
+    def ending(self, index: int, finished: pb.Finished) -> bytes:
+        """The last chunk of a choice."""
+        return self._chunk(self._streamed_choice(index, None) | OPEN | close(finished))
 
     def closing(self, counts: TokenCounts) -> bytes:
-        """The end of a stream: the event that carries the usage and no choice, if one is wanted, and [DONE]."""
+        """The chunk that has the usage and no choice, if one is wanted, and [DONE]."""
         if not self._tail:
             return DONE
         return event({"object": self.streamed_object, "choices": []} | self._head | {"usage": counts.usage()}) + DONE
 
-    def keep(self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece], logprobs: Logprobs) -> int:
+    def keep(self, index: int, delta: pb.Delta) -> int:
         """A choice goes on."""
         said = self._said[index]
-        said.add(text, reasoning, calls)
-        told = said.logprobs.add(self._told(index, logprobs)) if logprobs else 0
-        return len(text) + len(reasoning) + sum(len(call.arguments) for call in calls) + told
+        said.add(delta)
+        told = said.logprobs.add(self._told(index, delta.logprobs)) if delta.logprobs else 0
+        return length(delta) + told
 
-    def whole(self, endings: list[Ending], counts: TokenCounts) -> Iterator[str]:
+    def keep_ending(self, index: int, finished: pb.Finished) -> None:
+        """A choice has ended."""
+        self._said[index].ending = close(finished)
+
+    def whole(self, counts: TokenCounts) -> Iterator[str]:
         """The answer, in pieces."""
-        return around(self._answer(counts), self._whole_choices(endings))
+        return around(self._answer(counts), self._whole_choices())
 
     def _answer(self, counts: TokenCounts) -> dict[str, Any]:
         return {"object": self.whole_object, "choices": [HOLE]} | self._head | {"usage": counts.usage()}
 
-    def _whole_choices(self, endings: list[Ending]) -> Iterator[str]:
-        for index, ending in enumerate(endings):
+    def _whole_choices(self) -> Iterator[str]:
+        for index in range(self._choices):
             if index:
                 yield ","
-            yield from self._whole_choice(index, self._said[index], close(ending))
+            yield from self._whole_choice(index, self._said[index])
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
-        return event({"object": self.streamed_object, "choices": choices} | self._head | self._tail)
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        return event({"object": self.streamed_object, "choices": [choice]} | self._head | self._tail)
 
 
 class ChatFormat(ChoicesFormat):
@@ -313,48 +314,47 @@ class ChatFormat(ChoicesFormat):
     streamed_object = "chat.completion.chunk"
     whole_object = "chat.completion"
 
-    def __init__(
-        self, head: Head, choices: int, nulls: bool, *, logprobs: bool = False, prompt_logprobs: int | None = None
-    ) -> None:
-        """As ChoicesFormat, and which logprobs are told, of how many of the likeliest tokens in the prompt."""
-        super().__init__(head, choices, nulls)
-        self._logprobs, self._prompt_top = logprobs, prompt_logprobs
+    def __init__(self, head: Head, choices: int, body: ChatRequest) -> None:
+        super().__init__(head, choices, body)
+        self._logprobs, self._prompt_top = body.logprobs, body.prompt_logprobs
         self._prompt = Written()
 
     def opening(self) -> Iterator[bytes]:
         """The first chunk of each choice: its role."""
         delta = {"role": "assistant", "content": ""}
-        yield b"".join(self._chunk([{"index": index, "delta": delta} | OPEN]) for index in range(self._choices))
+        yield b"".join(self._chunk({"index": index, "delta": delta} | OPEN) for index in range(self._choices))
 
     def _streamed_choice(self, index: int, text: str | None) -> dict[str, Any]:
         return {"index": index, "delta": {} if text is None else {"content": text}}
 
-    def parts(
-        self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece], logprobs: Logprobs = ()
-    ) -> bytes:
-        """A chunk whose delta has reasoning, content and tool calls, in this order, where it has them."""
-        delta: dict[str, Any] = reasoned(reasoning) | ({"content": text} if text else {})
-        if tool_calls := [piece.delta() for piece in calls]:
-            delta["tool_calls"] = tool_calls
-        told = {"logprobs": self._told(index, logprobs) | {"refusal": None}} if logprobs else {}
-        return self._chunk([{"index": index, "delta": delta} | OPEN | told])
+    def _parts(self, index: int, delta: pb.Delta) -> bytes:
+        """Reasoning, content and tool calls, in this order."""
+        more: dict[str, Any] = reasoned(delta.reasoning) | ({"content": delta.text} if delta.text else {})
+        if delta.tool_calls:
+            more["tool_calls"] = [
+                {"index": call.index}
+                | (tool_call(call, call.arguments) if call.id else {"function": {"arguments": call.arguments}})
+                for call in delta.tool_calls
+            ]
+        told = {"logprobs": self._told(index, delta.logprobs) | {"refusal": None}} if delta.logprobs else {}
+        return self._chunk({"index": index, "delta": more} | OPEN | told)
 
     def keep_prompt(self, indexes: range, logprobs: Logprobs) -> int:
         """The next logprobs of the prompt."""
         return self._prompt.add({"prompt": prompt_logprobs(logprobs, self._prompt_top or 0)})
 
-    def whole(self, endings: list[Ending], counts: TokenCounts) -> Iterator[str]:
+    def whole(self, counts: TokenCounts) -> Iterator[str]:
         """The answer, in pieces."""
         if self._prompt_top is None:
-            return super().whole(endings, counts)
+            return super().whole(counts)
         answer = self._answer(counts) | {"prompt_logprobs": [HOLE]}
-        return around(answer, self._whole_choices(endings), commas(["null", *self._prompt["prompt"]]))
+        return around(answer, self._whole_choices(), commas(["null", *self._prompt["prompt"]]))
 
     def _told(self, index: int, logprobs: Logprobs) -> dict[str, list[Any]]:
         return {"content": token_logprobs(logprobs)}
 
-    def _whole_choice(self, index: int, said: Said, ending: dict[str, Any]) -> Iterator[str]:
-        choice = {"index": index, "message": said.message()} | ending
+    def _whole_choice(self, index: int, said: Said) -> Iterator[str]:
+        choice = {"index": index, "message": said.message()} | said.ending
         if not self._logprobs:
             return around(choice | {"logprobs": None})
         return around(choice | {"logprobs": {"content": [HOLE], "refusal": None}}, commas(said.logprobs["content"]))
@@ -367,24 +367,13 @@ class CompletionFormat(ChoicesFormat):
     streamed_object = "text_completion"
     whole_object = "text_completion"
 
-    def __init__(
-        self,
-        head: Head,
-        choices: int,
-        nulls: bool,
-        echo: list[Echo] | None,
-        *,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-    ) -> None:
-        """As ChoicesFormat, and which logprobs are told, of how many of the likeliest tokens."""
-        super().__init__(head, choices, nulls)
-        self._echo = echo
-        self._prompt_top = prompt_logprobs
+    def __init__(self, head: Head, choices: int, body: CompletionRequest, echo: list[Echo] | None = None) -> None:
+        super().__init__(head, choices, body)
+        self._echo, self._prompt_top = echo, body.prompt_logprobs
         self._logprobs: list[TextLogprobs] = []
-        if logprobs is not None:
-            texts = [one.text for one in echo] if echo is not None else [""] * choices
-            self._logprobs = [TextLogprobs(logprobs, text) for text in texts]
+        if body.logprobs is not None:
+            texts = [""] * choices if echo is None else [one.text for one in echo]
+            self._logprobs = [TextLogprobs(body.logprobs, text) for text in texts]
 
     def opening(self) -> Iterator[bytes]:
         """The echoes, if any."""
@@ -392,25 +381,23 @@ class CompletionFormat(ChoicesFormat):
             if self._logprobs:
                 yield self._with(index, echo.text, self._logprobs[index].first(echo.first))
             else:
-                yield self.piece(index, echo.text)
+                yield self._piece(index, echo.text)
 
-    def prompt(self, index: int, logprobs: Logprobs) -> bytes:
+    def prompt(self, indexes: range, logprobs: Logprobs) -> Iterator[bytes]:
         """Of an echo, whose text has been sent."""
-        if self._echo is None or not self._logprobs:
-            return b""
-        return self._with(index, "", self._logprobs[index].prompt(logprobs))
+        if self._echo is not None and self._logprobs:
+            for index in indexes:
+                yield self._with(index, "", self._logprobs[index].prompt(logprobs))
 
     def _streamed_choice(self, index: int, text: str | None) -> dict[str, Any]:
         return {"index": index, "text": text or ""}
 
-    def parts(
-        self, index: int, text: str, reasoning: str, calls: Iterable[CallPiece], logprobs: Logprobs = ()
-    ) -> bytes:
+    def _parts(self, index: int, delta: pb.Delta) -> bytes:
         """Text and logprobs: a continuation has nothing else."""
-        return self._with(index, text, self._told(index, logprobs))
+        return self._with(index, delta.text, self._told(index, delta.logprobs))
 
     def _with(self, index: int, text: str, logprobs: dict[str, Any]) -> bytes:
-        return self._chunk([self._streamed_choice(index, text) | OPEN | {"logprobs": logprobs}])
+        return self._chunk(self._streamed_choice(index, text) | OPEN | {"logprobs": logprobs})
 
     def _told(self, index: int, logprobs: Logprobs) -> dict[str, list[Any]]:
         return self._logprobs[index].answer(logprobs)
@@ -434,10 +421,10 @@ class CompletionFormat(ChoicesFormat):
             prompt.add(self._logprobs[index].first(self._echo[index].first))
         return prompt
 
-    def _whole_choice(self, index: int, said: Said, ending: dict[str, Any]) -> Iterator[str]:
+    def _whole_choice(self, index: int, said: Said) -> Iterator[str]:
         prompt = self._echoed(index)
         text = said.text if self._echo is None else self._echo[index].text + said.text
-        choice, holes = self._streamed_choice(index, text) | {"logprobs": None} | ending, []
+        choice, holes = self._streamed_choice(index, text) | {"logprobs": None} | said.ending, []
         if self._logprobs:
             choice["logprobs"] = {name: [HOLE] for name in LISTS}
             holes = [commas(prompt[name] + said.logprobs[name]) for name in LISTS]
@@ -447,6 +434,8 @@ class CompletionFormat(ChoicesFormat):
         return around(choice, *holes)
 
 
-def close(ending: Ending) -> dict[str, Any]:
-    """The fields of a choice that has ended."""
-    return {"finish_reason": ending.reason, "stop_reason": ending.matched}
+def close(finished: pb.Finished) -> dict[str, Any]:
+    """The fields of a choice that has ended. As with vLLM, an end-of-sequence token is no stop_reason."""
+    matched = finished.WhichOneof("matched")
+    reason = getattr(finished, matched) if matched in ("stop", "stop_token_id") else None
+    return {"finish_reason": REASONS[finished.reason], "stop_reason": reason}

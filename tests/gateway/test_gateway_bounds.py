@@ -11,7 +11,8 @@ import pytest
 from fulcrum.v1 import inference_pb2 as pb
 from gateway.responses_format import ResponsesFormat
 from gateway.responses_schema import ResponsesRequest
-from gateway.sse import CallPiece, CompletionFormat, Echo, Ending, Head, TokenCounts
+from gateway.schemas import CompletionRequest
+from gateway.sse import CompletionFormat, Echo, Head, TokenCounts
 from gateway.structure import Structure
 
 TEXT = {"type": "text", "text": "x"}
@@ -166,13 +167,13 @@ def test_an_answer_of_more_than_64_mib_is_cancelled_unless_it_is_streamed(http, 
 
 def test_a_whole_response_is_as_large_as_what_it_says():
     """Not as the events of a stream would be, which take 200 characters more for each token."""
-    form = ResponsesFormat(Head("id", 1, "m", "f"), ResponsesRequest(input="p"))
-    assert sum(form.keep(0, "", "think", (), ()) for _ in range(1000)) < 6000
-    assert sum(form.keep(0, "words", "", (), ()) for _ in range(1000)) < 6000
-    call = CallPiece(0, "c", "f", "")
-    assert sum(form.keep(0, "", "", [call._replace(arguments="[[[[[")], ()) for _ in range(1000)) < 6000
+    form = ResponsesFormat(Head("id", 1, "m", "f"), 1, ResponsesRequest(input="p"))
+    call = pb.ToolCallDelta(id="c", name="f", arguments="[[[[[")
+    for piece in (pb.Delta(reasoning="think"), pb.Delta(text="words"), pb.Delta(tool_calls=[call])):
+        assert sum(form.keep(0, piece) for _ in range(1000)) < 6000
     entry = len('{"token":"a","logprob":-0.5,"bytes":[97],"top_logprobs":[]}')
-    assert sum(form.keep(0, "a", "", (), [token(b"a")]) for _ in range(1000)) > 1000 * entry
+    piece = pb.Delta(text="a", logprobs=[token(b"a")])
+    assert sum(form.keep(0, piece) for _ in range(1000)) > 1000 * entry
 
 
 @pytest.mark.parametrize("cut", [1, 3, 1000])
@@ -180,14 +181,16 @@ def test_a_whole_answer_is_the_same_however_its_tokens_came(cut):
     """Of two choices with an echo, the logprobs of both in every list, and those of the prompt."""
     prompt = [token(b"b"), token("\u00e9\u2028".encode())]
     said = [token(b" c"), token("\u2192".encode()[:1]), token("\u2192".encode()[1:]), token(b"<end>", hidden=True)]
-    head = Head("id", 1, "m", "f")
-    form = CompletionFormat(head, 2, False, [Echo("ab\u00e9\u2028", b"a")] * 2, logprobs=1, prompt_logprobs=1)
+    body = CompletionRequest(prompt="p", logprobs=1, prompt_logprobs=1)
+    form = CompletionFormat(Head("id", 1, "m", "f"), 2, body, [Echo("ab\u00e9\u2028", b"a")] * 2)
     for at in range(0, len(prompt), cut):
         form.keep_prompt(range(2), prompt[at : at + cut])
     for index in (1, 0):
         for at in range(0, len(said), cut):
-            form.keep(index, f"{at}", "", (), said[at : at + cut])
-    answer = json.loads("".join(form.whole([Ending("stop", "s"), Ending("length", None)], TokenCounts(3, 8))))
+            form.keep(index, pb.Delta(text=f"{at}", logprobs=said[at : at + cut]))
+    form.keep_ending(1, pb.Finished(reason=pb.FINISH_REASON_LENGTH))
+    form.keep_ending(0, pb.Finished(reason=pb.FINISH_REASON_STOP, stop="s"))
+    answer = json.loads("".join(form.whole(TokenCounts(3, 8))))
     texts = ["a", "b", "\u00e9\u2028", " c", "bytes:\\xe2", "bytes:\\x86\\x92", "<end>"]
     for index, (reason, matched) in enumerate([("stop", "s"), ("length", None)]):
         choice = answer["choices"][index]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fulcrum.v1 import inference_pb2 as pb
 from gateway.config import GatewayConfig
 from gateway.schemas import IGNORED, UNSERVED, ChatRequest, CompletionRequest
 from gateway.sse import ChatFormat, CompletionFormat, Head
@@ -71,18 +72,19 @@ def test_a_field_is_in_one_list_only():
 
 HEAD = Head("1", 2, 'evil "\\u0000" \u2028 model', "fp")
 SHAPES = {
-    nulls: (
-        (ChatFormat(HEAD, 3, nulls), ("delta", "content")),
-        (CompletionFormat(HEAD, 3, nulls, None), ("text",)),
+    usage: (
+        (ChatFormat(HEAD, 3, ChatRequest(messages=[{"role": "user"}], **more)), ("delta", "content")),
+        (CompletionFormat(HEAD, 3, CompletionRequest(prompt="p", **more)), ("text",)),
     )
-    for nulls in (False, True)
+    for usage in (False, True)
+    for more in [{"stream": True, "stream_options": {"include_usage": usage}}]
 }
 
 
 @given(st.text(), st.booleans(), st.integers(0, 2))
-def test_any_text_survives(text, nulls, index):
-    for shape, path in SHAPES[nulls]:
-        (line,) = shape.piece(index, text).decode().splitlines()[:-1]
+def test_any_text_survives(text, usage, index):
+    for shape, path in SHAPES[usage]:
+        (line,) = shape.delta(index, pb.Delta(text=text)).decode().splitlines()[:-1]
         chunk = json.loads(line.removeprefix("data: "))
         value = chunk["choices"][0]
         assert value["index"] == index
@@ -90,4 +92,4 @@ def test_any_text_survives(text, nulls, index):
             value = value[key]
         assert value == text
         assert chunk["model"] == HEAD.model
-        assert ("usage" in chunk) is nulls
+        assert ("usage" in chunk) is usage
