@@ -15,7 +15,6 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 from prometheus_client.registry import Collector
@@ -30,6 +29,7 @@ from service.errors import draining, engine_dead
 from service.figures import SUFFIX, Figures
 from service.grammar import GrammarCompiler
 from service.guard import Guard
+from service.health import Health
 from service.live import LiveCalls
 from service.metrics import EngineCollector, MetricsServer
 from service.model import ServedModel
@@ -97,8 +97,7 @@ async def serve(
     grammars = GrammarCompiler(
         model.prompts.tokenizer, core.info.vocab_size, core.info.eos_token_ids, seconds=config.grammar_timeout
     )
-    health = HealthServicer()
-    await _set_health(health, health_pb2.HealthCheckResponse.SERVING)
+    health = Health((INFERENCE, ADMIN))
 
     async with AsyncExitStack() as cleanup:
         cleanup.callback(model.prompts.close)
@@ -154,7 +153,7 @@ async def serve(
         if following.done():  # without it, health would say for ever that no core serves
             following.result()
 
-        await health.enter_graceful_shutdown()
+        health.end()
         live.refuse(draining)
         if not await live.idle(config.grace_seconds):
             logger.warning("the grace of %g s has passed: %d requests are ended", config.grace_seconds, len(live))
@@ -162,29 +161,23 @@ async def serve(
             await live.idle(_LAST_WORDS_SECONDS)
 
 
-async def _watch_core(core: CoreClient, live: LiveCalls, health: HealthServicer) -> None:
+async def _watch_core(core: CoreClient, live: LiveCalls, health: Health) -> None:
     """Tells health when the core drains, and everybody when it dies; then waits for the next one."""
     draining = False
     while True:
         await core.state_changed()
         draining |= core.draining
         if draining:
-            await health.enter_graceful_shutdown()
+            health.end()
         await core.closed()
-        await _set_health(health, health_pb2.HealthCheckResponse.NOT_SERVING)
+        health.set(serving=False)
         logger.error("the engine core is gone: %d requests are ended", live.interrupt(engine_dead))
         await core.reconnect()
         if draining:  # which is for good
             with contextlib.suppress(CoreDied):  # that one is gone, too: the next will be told
                 await core.drain()
         logger.warning("the engine core serves again")
-        await _set_health(health, health_pb2.HealthCheckResponse.SERVING)
-
-
-async def _set_health(health: HealthServicer, status: int) -> None:
-    """Does nothing any more once health is shut down."""
-    for service in ("", INFERENCE, ADMIN):
-        await health.set(service, status)
+        health.set(serving=True)
 
 
 def _figures(config: ServiceConfig) -> Figures:

@@ -25,7 +25,7 @@ from fulcrum.v1 import inference_pb2 as pb
 from service.errors import draining
 from service.figures import Figures
 from service.guard import Guard
-from service.server import ADMIN, INFERENCE
+from service.server import ADMIN, HEALTH, INFERENCE
 
 Status = health_pb2.HealthCheckResponse
 KEY = (("authorization", "Bearer s3cret"),)
@@ -97,6 +97,38 @@ async def test_health_watch_streams_changes(make_core, serving):
             assert (await watch.read()).status == Status.NOT_SERVING
             watch.cancel()
         unknown.cancel()
+
+
+async def test_who_watches_health_without_reading_holds_up_nobody(make_core, serving):
+    core = make_core()
+    async with serving(core) as server:
+        host, port = server.addresses.address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        writer.write(frame(4, 0, 0, struct.pack(">HI", 4, 0)))  # SETTINGS: a stream's window is 0
+        path = f"/{HEALTH}/Watch"
+        fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x", "te": "trailers"}
+        head = b"".join(
+            b"\0%c%b%c%b" % (len(name), name.encode(), len(value), value.encode())
+            for name, value in (fields | {"content-type": "application/grpc"}).items()
+        )
+        writer.write(frame(1, 4, 1, head) + frame(0, 1, 1, bytes(5)))  # HEADERS; DATA: an empty message, and the end
+        while (at := await reader.readexactly(9))[3] != 1:  # until its answer has begun
+            await reader.readexactly(int.from_bytes(at[:3], "big"))
+        watch = health_pb2_grpc.HealthStub(server.channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        assert (await watch.read()).status == Status.SERVING
+        core.die()
+        assert (await watch.read()).status == Status.NOT_SERVING
+        core.revive()
+        assert (await watch.read()).status == Status.SERVING
+        server.stop.set()
+        await server.task
+        writer.close()
+
+
+def frame(kind, flags, stream, payload):
+    """A frame of HTTP/2."""
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
 async def test_health_answers_while_everything_is_busy(make_core, serving):
