@@ -1,12 +1,12 @@
 """Counts and makes tokens: with a tokenizer file at hand, or by asking the server. Knows no data sets."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import grpc
@@ -25,8 +25,6 @@ COMMON_IDS = range(1000, 30_000)
 """Ids that are ordinary tokens in every vocabulary of the model families that are served."""
 
 _TOGETHER = 32
-_Item = TypeVar("_Item")
-_Answer = TypeVar("_Answer")
 
 
 class LocalTokenizer:
@@ -89,9 +87,6 @@ def _named_tokens(config: dict[str, Any]) -> set[str]:
     return {each["content"] if isinstance(each, dict) else each for each in named if each}
 
 
-_Server = httpx.Client | SyncFulcrumClient
-
-
 class RemoteTokenizer:
     """The server's own: POST /tokenize and /detokenize, or the RPCs of the same names. Raises: LoadTestError."""
 
@@ -109,44 +104,22 @@ class RemoteTokenizer:
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         """See LocalTokenizer."""
-        if self._target.backend == "grpc":
-            return self._tokenized([TokenizeRequest(text=text, add_special_tokens=special) for text in texts])
-        return self._tokenized([{"prompt": text, "add_special_tokens": special} for text in texts])
+        return self._each("/tokenize", [{"prompt": text, "add_special_tokens": special} for text in texts], "tokens")
 
     def encode_chats(self, chats: Sequence[list[Message]]) -> list[list[int]]:
         """The ids of each chat as the server's template renders it, with the beginning of an answer."""
-        if self._target.backend == "grpc":
-            return self._tokenized([TokenizeRequest(chat=chat(messages)) for messages in chats])
-        return self._tokenized([{"messages": messages} for messages in chats])
+        return self._each("/tokenize", [{"messages": messages} for messages in chats], "tokens")
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
         """See LocalTokenizer."""
+        return self._each("/detokenize", [{"tokens": list(each)} for each in ids], "prompt")
 
-        def detokenized(server: _Server, tokens: Sequence[int]) -> str:
-            if isinstance(server, httpx.Client):
-                return str(self._posted(server, "/detokenize", {"tokens": list(tokens)})["prompt"])
-            request = DetokenizeRequest(model=self._target.model, token_ids=tokens)
-            return str(server.detokenize(request).text)
-
-        return self._each(detokenized, ids)
-
-    def _tokenized(self, requests: Sequence[TokenizeRequest] | Sequence[dict[str, Any]]) -> list[list[int]]:
-        def tokenized(server: _Server, request: Any) -> list[int]:
-            if isinstance(server, httpx.Client):
-                return [int(token) for token in self._posted(server, "/tokenize", request)["tokens"]]
-            request.model = self._target.model
-            return list(server.tokenize(request).token_ids)
-
-        return self._each(tokenized, requests)
-
-    def _posted(self, server: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        response = server.post(path, json={"model": self._target.model, **body})
-        return _answered(response, "a server without it needs --tokenizer PATH")
-
-    def _each(self, ask: Callable[[_Server, _Item], _Answer], items: Iterable[_Item]) -> list[_Answer]:
-        """The answers to all items, in order, several at a time."""
-        with _asked(self._target) as server, ThreadPoolExecutor(_TOGETHER) as threads:
-            return list(threads.map(lambda item: ask(server, item), items))
+    def _each(self, path: str, bodies: Sequence[dict[str, Any]], field: str) -> list[Any]:
+        """That field of the answers to all, in order; several are asked at a time."""
+        if not bodies:
+            return []
+        with _asked(self._target) as ask, ThreadPoolExecutor(_TOGETHER) as threads:
+            return [answer[field] for answer in threads.map(lambda body: ask(path, body), bodies)]
 
 
 Tokenizer = LocalTokenizer | RemoteTokenizer
@@ -154,50 +127,61 @@ Tokenizer = LocalTokenizer | RemoteTokenizer
 
 def token_ids(tokenizer: Tokenizer, contents: Sequence[Content]) -> list[list[int]]:
     """The ids of each of these: of a text, of a chat, or the ids that it is."""
-    texts = [content for content in contents if isinstance(content, str)]
-    chats = [messages for content in contents if (messages := messages_of(content))]
-    encoded = iter(tokenizer.encode(texts) if texts else ())
-    rendered = iter(tokenizer.encode_chats(chats) if chats else ())
-    found = []
-    for content in contents:
-        ids = next(encoded) if isinstance(content, str) else next(rendered) if messages_of(content) else content
-        found.append([token for token in ids if isinstance(token, int)])
-    return found
+    texts = iter(tokenizer.encode([content for content in contents if isinstance(content, str)]))
+    chats = iter(tokenizer.encode_chats([messages for content in contents if (messages := messages_of(content))]))
+
+    def ids(content: Content) -> list[int]:
+        if isinstance(content, str):
+            return next(texts)
+        return next(chats) if messages_of(content) else [token for token in content if isinstance(token, int)]
+
+    return [ids(content) for content in contents]
 
 
 def served_model(target: Target) -> str:
     """The first model that the server names. Raises: LoadTestError when it names none or cannot be reached."""
-    with _asked(target) as server:
-        if isinstance(server, httpx.Client):
-            names = [card["id"] for card in _answered(server.get("/v1/models"), "name a --model").get("data", [])]
-        else:
-            names = list(server.get_model().served_names)
-    if not names:
+    with _asked(target) as ask:
+        cards = ask("/v1/models", None).get("data")
+    if not cards:
         raise LoadTestError(f"{target.url} serves no model")
-    return str(names[0])
-
-
-def _answered(response: httpx.Response, hint: str) -> dict[str, Any]:
-    if response.status_code != 200:
-        answer = f"HTTP {response.status_code}: {response.text[:200]}"
-        raise LoadTestError(f"{response.url} answers {answer} ({hint})")
-    fields: dict[str, Any] = response.json()
-    return fields
+    return str(cards[0]["id"])
 
 
 @contextmanager
-def _asked(target: Target) -> Iterator[_Server]:
-    """A client for small calls; what goes wrong with the connection becomes a LoadTestError."""
-    server: _Server
+def _asked(target: Target) -> Iterator[Callable[[str, dict[str, Any] | None], dict[str, Any]]]:
+    """Asks for small things: for the answer to a path and a body (None: GET), be it by the RPC that it stands for.
+
+    What goes wrong with the connection becomes a LoadTestError.
+    """
+    parts = urlsplit(target.url)
+
+    def posted(path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        answer = http.get(path) if body is None else http.post(path, json={"model": target.model, **body})
+        if answer.status_code != 200:
+            said = f"HTTP {answer.status_code}: {answer.text[:200]}"
+            raise LoadTestError(f"{answer.url} answers {said} (not needed with --model and --tokenizer)")
+        return dict(answer.json())
+
+    def called(path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        if body is None:
+            return {"data": [{"id": name} for name in rpc.get_model().served_names]}
+        if path == "/detokenize":
+            return {"prompt": rpc.detokenize(DetokenizeRequest(model=target.model, token_ids=body["tokens"])).text}
+        request = TokenizeRequest(model=target.model)
+        if "messages" in body:
+            request.chat.CopyFrom(chat(body["messages"]))
+        else:
+            request.text, request.add_special_tokens = body["prompt"], body["add_special_tokens"]
+        return {"tokens": list(rpc.tokenize(request).token_ids)}
+
     try:
         if target.backend == "grpc":
-            parts = urlsplit(target.url)
             credentials = grpc.ssl_channel_credentials() if parts.scheme == "https" else None
             metadata = tuple((name.lower(), value) for name, value in target.headers.items())
-            server = SyncFulcrumClient(parts.netloc, credentials=credentials, metadata=metadata)
+            with SyncFulcrumClient(parts.netloc, credentials=credentials, metadata=metadata) as rpc:
+                yield called
         else:
-            server = httpx.Client(base_url=target.url, headers=target.headers, timeout=60)
-        with server:
-            yield server
+            with httpx.Client(base_url=target.url, headers=target.headers, timeout=60) as http:
+                yield posted
     except (httpx.HTTPError, httpx.InvalidURL, FulcrumError, ValueError) as error:
         raise LoadTestError(f"{target.url} cannot be asked: {error or type(error).__name__}") from error
