@@ -24,7 +24,6 @@ from loadtest.tokens import LocalTokenizer, token_ids
 @options.model
 @bench_options.dataset
 @click.option("--temperature", type=Number(min=0), default=1.0, help="0 is greedy.")
-@click.option("--pairs", type=COUNT, help="With --speculative: so many runs with guesses and without.")
 @bench_options.output_json
 @options.revision
 @options.tokenizer
@@ -34,23 +33,16 @@ def throughput(**params: Any) -> None:
 
     Options of the data set, print-out and result file are those of `vllm bench throughput`.
     """
-    if params["pairs"] is not None and params["speculative"] == "off":
-        raise click.UsageError("--pairs measures --speculative ngram, which is off")
     with engine_in_process(params) as (llm, path):
-        from loadtest.offline import speculation, speculation_text, throughput, throughput_text
+        from loadtest.offline import throughput, throughput_text
 
         tokenizer = _tokenizer(params["tokenizer"] or path, path)
         chains = DATASETS[params["dataset"]](bench_options.sampling(params), tokenizer)
         asked = [prompt for chain in chains for prompt in chain.prompts]
         ids = token_ids(tokenizer, [prompt.content for prompt in asked])
         prompts = [(each, prompt.output_len) for each, prompt in zip(ids, asked, strict=True)]
-        sampling = {"temperature": params["temperature"], "seed": params["seed"]}
-        if params["pairs"] is None:
-            fields = throughput(llm, prompts, **sampling)
-            click.echo(throughput_text(fields))
-        else:
-            fields = speculation(llm, prompts, pairs=params["pairs"], **sampling)
-            click.echo(speculation_text(fields))
+        fields = throughput(llm, prompts, temperature=params["temperature"], seed=params["seed"])
+        click.echo(throughput_text(fields))
         about = {"model_id": path.name, "dataset": params["dataset"], "seed": params["seed"]}
         save_figures(about | fields, params["output_json"])
 

@@ -57,7 +57,7 @@ class Page:
         return _with_origin(tables.compare_table(theirs, results), [theirs, *results])
 
     def speculation(self, *files: _File) -> str:
-        """Results of `fulcrum bench throughput --pairs`."""
+        """Pairs of runs with guesses and without, a result each."""
         results = self._runs(files)
         return _with_origin(tables.rows_table(results, tables.SPECULATION), results)
 

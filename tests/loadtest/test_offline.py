@@ -52,33 +52,25 @@ def test_throughput_counts_every_token(bench, tmp_path):
     assert (fields["dtype"], fields["device"]) == ("float32", "cpu")
 
 
-def test_pairs_with_and_without_guesses(bench, tmp_path, monkeypatch):
-    """Two chats and a text; the chats are rendered by the model's template."""
+def test_chats_are_rendered_by_the_template_of_the_model(bench, tmp_path, monkeypatch):
     chat = {"messages": [{"role": "user", "content": "abcabc"}]}
-    rows = [chat, {"turns": ["abcabc", "never asked"]}, {"prompt": "abcabcabc"}]
+    rows = [chat, {"turns": ["abcabc", "never asked"]}, {"prompt": "abcabc"}]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts = []
-    monkeypatch.setattr(offline, "_guessed", lambda llm, given, *_, guessing: _once(prompts, given, guessing))
-    data = ["--dataset-name", "custom", "--dataset-path", path, "--custom-output-len", 9, "--disable-shuffle"]
-    given = [*data, "--num-prompts", 3, "--pairs", 3, "--speculative", "ngram"]
-    printed, fields = bench("throughput", *given)
-    assert [len(each) for each in prompts] == [3] * 8
-    assert prompts[0][0] == prompts[0][1] != prompts[0][2]
-    assert (fields["speedup"], fields["speedup_range"]) == (2.0, "2.00 to 2.00")
-    assert (fields["equal_answers"], fields["cpu_speedup"]) == (3, 4.0)
-    assert "Speed-up, median of 3: 2.000" in printed
-
-
-def _once(seen, given, guessing):
-    seen.append([ids for ids, _ in given])
-    return ((1.0, 1.0) if guessing else (2.0, 4.0)), [[1, 2]] * len(given)
+    prompts, throughput = [], offline.throughput
+    monkeypatch.setattr(
+        offline, "throughput", lambda llm, given, **how: prompts.extend(given) or throughput(llm, given, **how)
+    )
+    bench("throughput", "--dataset-name", "custom", "--dataset-path", path, "--disable-shuffle", "--num-prompts", 3)
+    (first, _), (second, _), (text, _) = prompts
+    assert first == second
+    assert len(first) > len(text) == 6
+    assert any(first[at : at + 6] == text for at in range(len(first)))
 
 
 def test_what_cannot_be_measured_is_told(tiny_model, tmp_path):
     path = tmp_path / "prompts.jsonl"
     command = ["bench", "throughput", *ENGINE, str(tiny_model), "--num-prompts", "1"]
-    assert "--speculative" in CliRunner().invoke(main, [*command, "--pairs", "2"]).stderr
     ran = CliRunner().invoke(main, [*command, "--random-input-len", "40000"])
     assert ran.exit_code == 1
     assert "Traceback" not in ran.stderr
