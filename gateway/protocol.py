@@ -15,6 +15,9 @@ UPGRADE = re.compile(rb"\r\nupgrade(?= *:)", re.IGNORECASE)
 NO_UPGRADE = b"\r\nignored"  # as long: what follows stays where its length says
 # Requests that wait for answers of others on their connection. With more, what comes next is not read meanwhile.
 MAX_PIPELINED = 16
+# In a drain, from the end of an answer. The loop would wait for a TLS client's goodbye for 30 s, and one that keeps the
+# connection for later reads nothing, so that it sends none.
+GOODBYE_SECONDS = 2.0
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -27,7 +30,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().__init__(*args, **further)
         self.head_seconds = head_seconds
         self.loose_bytes = 0  # since the request began, or since the last of its body
-        self.in_head = self.in_body = False
+        self.in_head = self.in_body = self.draining = False
         self.timer: asyncio.TimerHandle | None = None
         self.running: Any = None  # the request that is being answered; `self.cycle` is the one that came last
 
@@ -83,6 +86,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_response_complete()
         if self.in_body and self.cycle.response_complete and self.timer is None:
             self._await()
+        self._part()
 
     def data_received(self, data: bytes) -> None:
         """The next bytes of the connection."""
@@ -93,6 +97,22 @@ class BoundedHttp(HttpToolsProtocol):
             return
         self.loose_bytes += len(data)
         super().data_received(data if self.in_body else UPGRADE.sub(NO_UPGRADE, data))
+
+    def shutdown(self) -> None:
+        """The server drains: what is being answered is the last."""
+        self.draining = True
+        super().shutdown()
+        self._part()
+
+    def _part(self) -> None:
+        if self.draining and self.transport.is_closing() and self.scheme == "https":
+            self.loop.call_later(GOODBYE_SECONDS, self._hang_up)
+
+    def _hang_up(self) -> None:
+        if self.flow.write_paused:  # the client is still reading
+            self._part()
+        else:
+            self.transport.abort()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self.running = cycle

@@ -1,10 +1,13 @@
 """HTTPS: curl and the openai client, two workers, a certificate that changes, and clients that must have one."""
 
+import asyncio
 import contextlib
 import shutil
 import socket
 import ssl
 import subprocess
+import threading
+import time
 from urllib.parse import urlsplit
 
 import httpx
@@ -45,6 +48,34 @@ def test_https(own_engines, start_gateway, certificates, tmp_path, kit):
         for _ in range(8):
             assert "certificate" in curl(url, "--cacert", ca)
         assert complete(certificates / "stranger.pem") == "Hello world"
+
+
+def test_clients_that_keep_connections_do_not_hold_up_the_end(own_engines, start_gateway, certificates, kit):
+    """They read nothing meanwhile, and so do not answer the goodbye of TLS."""
+    engine, go_on = own_engines(), threading.Event()
+
+    async def ends_in_the_drain(request, context):
+        yield kit.accepted()
+        yield kit.delta("x")
+        await asyncio.to_thread(go_on.wait, 20)
+        yield kit.finished()
+        yield kit.usage()
+
+    engine.script = ends_in_the_drain
+    files = {"https_cert": str(certificates / "server.pem"), "https_key": str(certificates / "server.key")}
+    trust = ssl.create_default_context(cafile=certificates / "ca.pem")
+    with httpx.Client(timeout=20, verify=trust) as client:
+        with start_gateway(engines=[engine.address], **files) as url:
+            request = client.build_request("POST", f"{url}/v1/chat/completions", json=kit.CHAT | {"stream": True})
+            stream = client.send(request, stream=True)
+            lines = stream.iter_lines()
+            while '"content":"x"' not in next(lines):
+                pass
+            assert client.get(f"{url}/livez").status_code == 200  # over a second connection, which is idle then
+            begun = time.monotonic()
+            threading.Thread(target=lambda: (kit.wait_until(lambda: not kit.is_healthy(url)), go_on.set())).start()
+        assert time.monotonic() - begun < 10  # of a grace of 30
+        assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
 def test_client_certificates(own_engines, start_gateway, certificates, tmp_path, kit):
