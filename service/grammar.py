@@ -4,24 +4,23 @@ The process is started for the first grammar: it imports XGrammar, and with it t
 """
 
 import asyncio
+import contextlib
 import hashlib
-import json
 import logging
 import os
+import socket
 import sys
+from asyncio.subprocess import Process
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import grpc
 import msgspec
 
-from engine.frames import HEADER_BYTES, frame_length, to_frame
 from engine.grammar import Vocabulary
-from engine.own_folder import OwnFolder
 from service.errors import ApiError
-from service.grammar_worker import READY, Job, Result, Setup
+from service.grammar_worker import BEGUN, Constraint, Result, Setup
 from service.tokenizer import Tokenizer
 from service.turns import Turns
 
@@ -35,13 +34,6 @@ _KEPT = 1024
 _START_SECONDS = 120.0
 _SLACK_SECONDS = 2.0
 _FORGET_SECONDS = 60.0
-
-
-class Constraint(NamedTuple):
-    """What a text must follow: the field of GenerateRequest, and its value as text (of choices a JSON list)."""
-
-    kind: str
-    text: str
 
 
 class Compiled(NamedTuple):
@@ -76,8 +68,7 @@ class GrammarCompiler:
         self._wanted: Counter[Constraint] = Counter()
         self._turns = Turns(_AT_ONCE)
         self._starting = asyncio.Lock()
-        self._folder: OwnFolder | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._worker: tuple[Process, socket.socket] | None = None
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -115,18 +106,15 @@ class GrammarCompiler:
             self._kept.move_to_end(constraint)
         if result.error:
             raise invalid_grammar(field, result.error)
-        key = hashlib.sha256(json.dumps(constraint).encode()).hexdigest()
+        key = hashlib.sha256(msgspec.msgpack.encode(constraint)).hexdigest()
         return Compiled(key, result.grammar, field)
 
     async def close(self) -> None:
         """Ends the process and whatever it compiles."""
         for task in self._running.values():
             task.cancel()
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
-        if self._folder is not None:
-            self._folder.cleanup()
+        if self._worker is not None:
+            await _end(*self._worker)
 
     async def _in_turn(self, constraint: Constraint, tenant: str) -> Result:
         await self._turns.take(tenant)
@@ -141,14 +129,17 @@ class GrammarCompiler:
     async def _compile(self, constraint: Constraint) -> Result:
         loop = asyncio.get_running_loop()
         for deaths in (0, 1):
-            path = await self._started()
+            worker = await self._started()
             began = loop.time()
-            result = await self._ask(path, Job(*constraint))
-            if result is not None or not await self._has_died(path):
+            answer = await _asked(worker[1], msgspec.msgpack.encode(constraint), self._seconds + _SLACK_SECONDS)
+            if answer:
                 break
+            await _end(*worker)
             if deaths:
                 raise RuntimeError("the grammar compiler has died, and so has its successor")
-        if result is None:
+        try:
+            result = msgspec.msgpack.decode(answer.removeprefix(BEGUN), type=Result)
+        except msgspec.DecodeError:  # it was ended
             late = loop.time() - began >= self._seconds
             limit = f"takes longer than the {self._seconds:g} s" if late else "takes more memory or depth than"
             result = Result(error=f"its compilation {limit} that it may")
@@ -163,69 +154,51 @@ class GrammarCompiler:
             self._kept.popitem(last=False)
         return result
 
-    async def _ask(self, path: Path, job: Job) -> Result | None:
-        """None when the child that worked on it has ended without an answer."""
-        try:
-            reader, writer = await asyncio.open_unix_connection(str(path))
-        except OSError:
-            return None
-        try:
-            async with asyncio.timeout(self._seconds + _SLACK_SECONDS):
-                writer.write(to_frame(msgspec.msgpack.encode(job)))
-                header = await reader.readexactly(HEADER_BYTES)
-                return msgspec.msgpack.decode(await reader.readexactly(frame_length(header)), type=Result)
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
-            return None
-        finally:
-            writer.close()
-
-    async def _has_died(self, path: Path) -> bool:
-        """Whether nobody listens: the process's end may not be known yet. Raises OSError where that cannot be told."""
-        try:
-            _, writer = await asyncio.open_unix_connection(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            assert self._process is not None
-            await self._process.wait()
-            return True
-        writer.close()
-        return False
-
-    async def _started(self) -> Path:
-        """The worker's socket; starts it if it does not run."""
+    async def _started(self) -> tuple[Process, socket.socket]:
+        """The worker, which is started if it does not run, and the socket that takes its work."""
         async with self._starting:
-            if self._process is not None and self._process.returncode is None and self._folder is not None:
-                return Path(self._folder.name, "socket")
-            if self._folder is not None:
+            if self._worker is not None:
+                if self._worker[0].returncode is None:
+                    return self._worker
                 logger.warning("the grammar compiler has ended: starting another")
-                self._folder.cleanup()
-            self._folder = OwnFolder()
-            path = Path(self._folder.name, "socket")
+                self._worker[1].close()
             vocabulary = await asyncio.to_thread(lambda: self.vocabulary)
             # The worker forks: it must have no threads.
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-            self._process = process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "service.grammar_worker",
-                str(path),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                env=environment,
-            )
-            assert process.stdin is not None
-            assert process.stdout is not None
+            control, theirs = socket.socketpair()
+            control.setblocking(False)
+            with theirs:
+                command = (sys.executable, "-m", "service.grammar_worker")
+                process = await asyncio.create_subprocess_exec(*command, stdin=theirs.fileno(), env=environment)
+            self._worker = process, control
             setup = Setup(vocabulary, self._seconds, _MEMORY_BYTES, _OUTPUT_BYTES)
-            try:
-                async with asyncio.timeout(_START_SECONDS):
-                    process.stdin.write(to_frame(msgspec.msgpack.encode(setup)))
-                    line = await process.stdout.readline()
-            except (TimeoutError, ConnectionError, RuntimeError):  # uvloop says the latter where it has died already
-                line = b""
-            if line != READY:
-                if process.returncode is None:
-                    process.kill()
-                raise RuntimeError(f"the grammar compiler did not start (status {await process.wait()})")
-            return path
+            if not await _asked(control, msgspec.msgpack.encode(setup), _START_SECONDS):
+                await _end(process, control)
+                raise RuntimeError(f"the grammar compiler did not start (status {process.returncode})")
+            return self._worker
+
+
+async def _asked(control: socket.socket, message: bytes, seconds: float) -> bytes:
+    """Sends a message on a socket of its own, and returns what comes back: nothing where nobody has taken it up."""
+    loop, answer = asyncio.get_running_loop(), bytearray()
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with ours, contextlib.suppress(ConnectionError, TimeoutError):
+        with theirs:
+            socket.send_fds(control, [b"\0"], [theirs.fileno()])
+        async with asyncio.timeout(seconds):
+            await loop.sock_sendall(ours, message)
+            ours.shutdown(socket.SHUT_WR)
+            while piece := await loop.sock_recv(ours, 1 << 20):
+                answer += piece
+    return bytes(answer)
+
+
+async def _end(process: Process, control: socket.socket) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+    control.close()
 
 
 def invalid_grammar(field: str, why: str) -> ApiError:

@@ -1,26 +1,22 @@
-"""Compiles grammars: `python -m service.grammar_worker SOCKET`, started by `service.grammar`.
+"""Compiles grammars: `python -m service.grammar_worker`, started by `service.grammar`.
 
-Standard input brings one frame with the vocabulary and the limits and then stays open: its end means that the parent
-has gone. Each connection on the socket is one job, done in a child that is forked for it. So a limit that is passed
-costs nothing but this child: SIGALRM ends it whatever it is doing, and memory beyond the limit cannot be had.
+Standard input is a socket on which sockets come: one with the vocabulary and the limits, then one for each job, which
+is done in a child that is forked for it. So a limit that is passed costs nothing but this child: SIGALRM ends it
+whatever it is doing, and memory beyond the limit cannot be had. The end of standard input means that the parent has
+gone.
 """
 
-import contextlib
 import json
 import os
 import re
 import resource
-import selectors
 import signal
 import socket
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from engine.frames import HEADER_BYTES, frame_length, to_frame
 from engine.grammar import Vocabulary, tokenizer_info
 from service.flat_schema import SchemaError
 from service.json_schema import core_schema
@@ -28,7 +24,7 @@ from service.json_schema import core_schema
 if TYPE_CHECKING:
     import xgrammar
 
-READY = b"ready\n"
+BEGUN = b"\0"  # before every answer
 # Of white space at one place, such as a line break and the indentation after it: small models lose themselves there.
 _MAX_WHITESPACE = 16
 
@@ -47,8 +43,8 @@ class Setup(msgspec.Struct, array_like=True):
     output_bytes: int
 
 
-class Job(msgspec.Struct, array_like=True):
-    """One grammar.
+class Constraint(NamedTuple):
+    """What a text must follow.
 
     Args:
         kind: json_schema, json_object, regex, grammar (EBNF), choices, or structural_tag (XGrammar's JSON form).
@@ -66,7 +62,7 @@ class Result(msgspec.Struct, array_like=True):
     error: str = ""
 
 
-def compiled(compiler: "xgrammar.GrammarCompiler", job: Job) -> "xgrammar.CompiledGrammar":
+def compiled(compiler: "xgrammar.GrammarCompiler", job: Constraint) -> "xgrammar.CompiledGrammar":
     """Raises SchemaError, RuntimeError: what XGrammar says of a bad source."""
     from xgrammar import Grammar
 
@@ -121,55 +117,57 @@ def _quoted(char: str) -> str:
     return char if re.match(r"[A-Za-z0-9 _.,-]", char) else f"\\U{ord(char):08X}"
 
 
-def main() -> int:
-    """Serves until standard input ends. Returns the exit status."""
+def main() -> None:
+    """Serves until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave nothing to wait for
+    os.dup2(2, 1)  # whatever a library prints goes to standard error
     import xgrammar  # takes seconds
 
-    reply = os.dup(1)
-    os.dup2(2, 1)  # whatever a library prints goes to standard error
-    lifeline = open(0, "rb", buffering=0)  # noqa: SIM115, as long as the process
-    setup = msgspec.msgpack.decode(_read_frame(lifeline.read), type=Setup)
-    info = tokenizer_info(setup.vocabulary)
-    with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
-        listener.bind(sys.argv[1])
-        Path(sys.argv[1]).chmod(0o600)
-        listener.listen(64)
-        os.write(reply, READY)
-        os.close(reply)
-        selector.register(listener, selectors.EVENT_READ)
-        selector.register(lifeline, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                if key.fileobj is not listener:
-                    return 0
-                connection, _ = listener.accept()
-                if os.fork() == 0:
-                    listener.close()
-                    _work(connection, xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False), setup)
-                connection.close()
+    control = socket.socket(fileno=0)
+    if (first := _next(control)) is None:
+        return
+    with first:
+        setup = msgspec.msgpack.decode(_message(first), type=Setup)
+        info = tokenizer_info(setup.vocabulary)
+        first.sendall(BEGUN)
+    while (connection := _next(control)) is not None:
+        if os.fork() == 0:
+            control.close()  # lest it seem to live when it has died
+            _work(connection, xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False), setup)
+        connection.close()
+
+
+def _next(control: socket.socket) -> socket.socket | None:
+    """The next socket that comes; None at the end."""
+    _, files, _, _ = socket.recv_fds(control, 1, 1)
+    return socket.socket(fileno=files[0]) if files else None
+
+
+def _message(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(1 << 20), b""))
 
 
 def _work(connection: socket.socket, compiler: "xgrammar.GrammarCompiler", setup: Setup) -> None:
     """In the child: does one job within the limits, and never returns."""
     try:
+        connection.sendall(BEGUN)
         signal.setitimer(signal.ITIMER_REAL, setup.seconds)  # the default action of SIGALRM ends the process
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         limit = in_use + setup.memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        job = msgspec.msgpack.decode(_read_frame(connection.recv), type=Job)
-        connection.sendall(to_frame(msgspec.msgpack.encode(_result(compiler, job, setup.output_bytes))))
+        job = msgspec.msgpack.decode(_message(connection), type=Constraint)
+        connection.sendall(msgspec.msgpack.encode(_result(compiler, job, setup.output_bytes)))
     finally:
         os._exit(0)
 
 
-def _result(compiler: "xgrammar.GrammarCompiler", job: Job, output_bytes: int) -> Result:
+def _result(compiler: "xgrammar.GrammarCompiler", job: Constraint, output_bytes: int) -> Result:
     try:
         data = compiled(compiler, job).serialize_json().encode()
     except (SchemaError, RuntimeError, ValueError) as error:
-        return Result(error=_message(error))
+        return Result(error=_reason(error))
     except MemoryError:
         return Result(error="its compilation takes more memory than it may")
     if len(data) > output_bytes:
@@ -177,27 +175,11 @@ def _result(compiler: "xgrammar.GrammarCompiler", job: Job, output_bytes: int) -
     return Result(grammar=data)
 
 
-def _message(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """XGrammar's messages without time and place in its source."""
     text = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error).strip())
     return "its compilation takes more memory than it may" if "bad_alloc" in text else text or "it cannot be compiled"
 
 
-def _read_frame(read: Callable[[int], bytes | None]) -> bytes:
-    """Raises EOFError when it ends before the frame does."""
-
-    def exactly(count: int) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            piece = read(min(count - len(data), 1 << 20))
-            if not piece:
-                raise EOFError
-            data += piece
-        return bytes(data)
-
-    return exactly(frame_length(exactly(HEADER_BYTES)))
-
-
 if __name__ == "__main__":
-    with contextlib.suppress(EOFError):
-        sys.exit(main())
+    main()

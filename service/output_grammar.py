@@ -5,8 +5,7 @@ Knows no request and compiles nothing.
 
 import json
 
-from service.grammar import Constraint
-from service.grammar_worker import alternatives
+from service.grammar_worker import Constraint, alternatives
 from service.parsers.forced import Form, behind_reasoning, calls_form, free_form, json_form
 from service.parsers.output_parser import Reading
 

@@ -17,7 +17,8 @@ from service.auth import Authenticator
 from service.choice import Choice
 from service.errors import Violation, draining, engine_dead, invalid
 from service.figures import Figures
-from service.grammar import Compiled, Constraint, GrammarCompiler, invalid_grammar
+from service.grammar import Compiled, GrammarCompiler, invalid_grammar
+from service.grammar_worker import Constraint
 from service.live import LiveCalls
 from service.logprobs import prompt_pieces
 from service.model import ServedModel

@@ -18,7 +18,7 @@ from engine.request import RejectReason, Request, RequestRejected, SamplingParam
 from fulcrum.v1 import inference_pb2 as pb
 from service.auth import Caller
 from service.errors import ApiError, Violation, draining, invalid
-from service.grammar import Constraint
+from service.grammar_worker import Constraint
 
 # The engine's names of fields -> the proto's.
 _PROTO_PATHS = {

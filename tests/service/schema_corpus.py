@@ -20,7 +20,7 @@ import numpy as np
 
 from engine.grammar import Vocabulary, tokenizer_info
 from service.flat_schema import SchemaError
-from service.grammar_worker import Job, compiled
+from service.grammar_worker import Constraint, compiled
 from service.json_schema import core_schema
 
 CORPORA = ("jsonschemabench.jsonl", "json_schema_suite.jsonl")
@@ -78,7 +78,7 @@ def check(compiler: Any, schema: Any, instances: list[tuple[Any, bool]]) -> Outc
     text = json.dumps(schema)
     try:
         core = json.loads(core_schema(text))
-        grammar = compiled(compiler, Job("json_schema", text))
+        grammar = compiled(compiler, Constraint("json_schema", text))
     except (SchemaError, RuntimeError) as error:
         return Outcome(refused=str(error).strip())
     outcome = Outcome()
@@ -140,7 +140,7 @@ def let_through(
     chance, number, wrong = random.Random(seed), 0, []
     for key, schema, _ in rows:
         try:
-            grammar = compiled(compiler, Job("json_schema", json.dumps(schema)))
+            grammar = compiled(compiler, Constraint("json_schema", json.dumps(schema)))
         except (SchemaError, RuntimeError):
             continue
         texts = [text for text in (some_text(grammar, chance) for _ in range(times)) if text is not None]

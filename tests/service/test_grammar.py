@@ -2,11 +2,14 @@
 
 import asyncio
 import errno
+import fcntl
 import json
 import os
 import re
 import signal
+import socket
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -17,9 +20,10 @@ import pytest_asyncio
 from engine.grammar import GrammarError, Grammars
 from engine.request import FinishReason, RejectReason, RequestRejected
 from fulcrum.v1 import inference_pb2 as pb
+from service import grammar
 from service.errors import ApiError
-from service.grammar import Constraint, GrammarCompiler
-from service.grammar_worker import alternatives
+from service.grammar import GrammarCompiler
+from service.grammar_worker import Constraint, alternatives
 from service.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -106,7 +110,7 @@ async def test_one_that_takes_too_much_memory_is_refused(byte_model, monkeypatch
         with pytest.raises(ApiError, match="more memory than it may"):
             await compiler.compile(Constraint("regex", HOSTILE))
         assert (await compiler.compile(Constraint("regex", "quick"))).data
-        resident = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{compiler._process.pid}/status").read_text())
+        resident = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{compiler._worker[0].pid}/status").read_text())
         assert 100e6 < 1024 * int(resident[1]) < 400e6, "about 300 MB"
     finally:
         await compiler.close()
@@ -114,13 +118,13 @@ async def test_one_that_takes_too_much_memory_is_refused(byte_model, monkeypatch
 
 async def test_equal_ones_are_compiled_once_and_kept(compiler, monkeypatch):
     jobs = []
-    ask = compiler._ask
+    asked = grammar._asked
 
-    async def counted(path, job):
-        jobs.append(job)
-        return await ask(path, job)
+    async def counted(control, message, seconds):
+        jobs.append(message)
+        return await asked(control, message, seconds)
 
-    monkeypatch.setattr(compiler, "_ask", counted)
+    monkeypatch.setattr(grammar, "_asked", counted)
     source = Constraint("regex", "once[0-9]")
     abandoned = asyncio.create_task(compiler.compile(source))
     results = asyncio.gather(*(compiler.compile(source) for _ in range(5)))
@@ -134,27 +138,26 @@ async def test_equal_ones_are_compiled_once_and_kept(compiler, monkeypatch):
 
 async def test_what_waits_for_a_process_that_dies_is_compiled_by_the_next(compiler):
     await compiler.compile(Constraint("regex", "stopped"))
-    process = compiler._process
+    process, control = compiler._worker
     os.kill(process.pid, signal.SIGSTOP)
     waiting = asyncio.create_task(compiler.compile(Constraint("regex", "waits[0-9]")))
-    listener = Path(compiler._folder.name, "socket")
     async with asyncio.timeout(10):
-        while Path("/proc/net/unix").read_text().count(str(listener)) < 2:  # the listener, and who waits at it
+        while not any(fcntl.ioctl(control, termios.TIOCOUTQ, bytes(4))):  # until it lies there
             await asyncio.sleep(0.01)
     process.kill()
     assert (await waiting).data
-    assert compiler._process is not process
+    assert compiler._worker[0] is not process
 
 
 async def test_one_that_finds_no_free_file_fails_and_holds_up_none(compiler, monkeypatch):
     """The process lives: to wait for its end were to wait for ever, and in the place of others."""
     await compiler.compile(Constraint("choices", '["started"]'))
 
-    async def no_file(path):
+    def no_file():
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(asyncio, "open_unix_connection", no_file)
+        patch.setattr(socket, "socketpair", no_file)
         for number in range(5):
             with pytest.raises(OSError, match="Too many open files"):
                 await asyncio.wait_for(compiler.compile(Constraint("choices", f'["{number}"]')), 10)
@@ -226,10 +229,9 @@ async def test_a_grammar_that_takes_too_long_to_follow_is_followed_no_further(co
 
 async def test_the_process_ends_with_its_owner(compiler):  # the last of these tests that needs it
     await compiler.compile(Constraint("regex", "a"))
-    pid, folder = compiler._process.pid, compiler._folder.name
+    pid = compiler._worker[0].pid
     await compiler.close()
     assert not os.path.exists(f"/proc/{pid}")
-    assert not os.path.exists(folder)
 
 
 async def test_a_serving_process_imports_the_library_only_for_a_grammar():

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from service.flat_schema import SchemaError
-from service.grammar_worker import Job, compiled
+from service.grammar_worker import Constraint, compiled
 from service.json_schema import core_schema
 from service.patterns import PatternError, anchored, bounded, others
 from tests.service.schema_corpus import CORPORA, check, corpus, follows, is_valid, let_through, new_compiler
@@ -198,7 +198,7 @@ def test_what_all_grammars_let_through_is_valid(compiler, data_file, name):
 def test_a_pattern_lets_through_just_what_it_matches(compiler, pattern):
     """Python's own regular expressions are the judge, of all texts of up to five of four characters."""
     text = json.dumps({"type": "string", "pattern": f"^{pattern}$"})
-    grammar = compiled(compiler, Job("json_schema", text))
+    grammar = compiled(compiler, Constraint("json_schema", text))
     for length in range(6):
         for chars in itertools.product("a-x6", repeat=length):
             word = "".join(chars)

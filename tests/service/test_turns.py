@@ -5,12 +5,14 @@ import hashlib
 import threading
 
 import grpc
+import msgspec
 import pytest
 
 from engine.request import FinishReason
 from fulcrum.v1 import inference_pb2 as pb
-from service.grammar import Constraint, GrammarCompiler
-from service.grammar_worker import Result
+from service import grammar
+from service.grammar import GrammarCompiler
+from service.grammar_worker import BEGUN, Constraint, Result
 from service.prompts import Prompts
 from service.turns import Turns
 
@@ -84,15 +86,15 @@ async def test_a_grammar_waits_for_one_of_each_other_tenant_and_for_none_whose_a
     compiler = GrammarCompiler(None, 258, [257], seconds=9)
     go, asked = asyncio.Event(), []
 
-    async def ask(_, job):
-        asked.append(job.text)
+    async def answer(control, message, seconds):
+        asked.append(msgspec.msgpack.decode(message, type=Constraint).text)
         await go.wait()
-        return Result(grammar=b"x")
+        return BEGUN + msgspec.msgpack.encode(Result(grammar=b"x"))
 
     async def started():
-        return None
+        return None, None
 
-    monkeypatch.setattr(compiler, "_ask", ask)
+    monkeypatch.setattr(grammar, "_asked", answer)
     monkeypatch.setattr(compiler, "_started", started)
     many = await begun(*(compiler.compile(Constraint("regex", f"m{n}"), tenant="many") for n in range(6)))
     few = await begun(compiler.compile(Constraint("regex", "few"), tenant="few"))
