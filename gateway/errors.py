@@ -1,14 +1,14 @@
 """Errors as OpenAI's clients expect them, and how a gRPC status becomes one. Knows no HTTP server."""
 
 import logging
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
+from fulcrum.client import FulcrumError
 from telemetry.logs import about
 
 logger = logging.getLogger(__name__)
@@ -113,63 +113,37 @@ def from_rpc(error: grpc.aio.AioRpcError, names: dict[str, str], label: str) -> 
             beginning of one (tools[0].function -> tools[0]).
         label: the request's x-request-id, for the log.
     """
-    code = error.code()
+    told = FulcrumError.from_rpc(error)
+    code, reason, message = told.code, told.reason, told.message or told.code.name
     fields = about(x_request_id=label)
-    info, violation, retry = details_of(error)
-    reason = info.reason if info is not None else ""
     if code not in STATUSES or reason == "TENANT_FORBIDDEN":
         # UNAUTHENTICATED too: the gateway's key is wrong, which is not the caller's fault.
-        logger.error("request %s: the engine answered %s: %s", label, code.name, error.details(), extra=fields)
+        logger.error("request %s: the engine answered %s: %s", label, code.name, message, extra=fields)
         return internal_error()
     http, kind, default_code = STATUSES[code]
-    message = error.details() or code.name
-    if code is StatusCode.RESOURCE_EXHAUSTED and info is None:
+    if code is StatusCode.RESOURCE_EXHAUSTED and not reason:
         # The transport's: a message over the limit.
         return ApiError(413, "The request, or its answer, is larger than the engine takes.", code="request_too_large")
-    if http in (503, 504) and info is None:
+    if http in (503, 504) and not reason:
         # The text is the transport's: it names addresses.
         logger.warning("request %s: the engine answered %s: %s", label, code.name, message, extra=fields)
         message = TIMEOUT_TEXT if http == 504 else UNAVAILABLE_TEXT
     error_code = reason.lower() or default_code
+    field, description = told.violations[0] if told.violations else ("", "")
     param = None
-    if violation is not None and violation.field:
-        param = http_name(violation.field, names)
+    if field:
+        param = http_name(field, names)
     elif reason in REASON_PARAMS:
         param = names.get(REASON_PARAMS[reason], REASON_PARAMS[reason])
-    if reason == "INVALID_PARAMETER" and violation is not None:
+    if reason == "INVALID_PARAMETER" and told.violations:
         # The engine's text has its own name of the field; and the code is the one of the gateway's own checks.
-        message, error_code = f"Invalid '{param}': {violation.description}", "invalid_value"
+        message, error_code = f"Invalid '{param}': {description}", "invalid_value"
     if reason == "INVALID_GRAMMAR" and param is not None:
         message = f"Invalid '{param}': {message}"
     if http == 404 and param == "model":
         error_code = "model_not_found"
-    retry_after = max(retry or 0, RETRY_SECONDS) if http in (429, 503) else None
+    retry_after = max(math.ceil(told.retry_after or 0), RETRY_SECONDS) if http in (429, 503) else None
     return ApiError(http, message, kind, param, error_code, retry_after)
-
-
-def details_of(
-    error: grpc.aio.AioRpcError,
-) -> tuple[error_details_pb2.ErrorInfo | None, error_details_pb2.BadRequest.FieldViolation | None, int | None]:
-    """The google.rpc details of a status: ErrorInfo, first field violation, seconds to wait (rounded up)."""
-    info, violation, retry = None, None, None
-    try:
-        status = rpc_status.from_call(error)  # type: ignore[arg-type]
-    except ValueError as mismatch:
-        logger.warning("engine sent a status whose details contradict it: %s", mismatch)
-        status = None
-    for detail in status.details if status is not None else ():
-        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            info = error_details_pb2.ErrorInfo()
-            detail.Unpack(info)
-        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
-            bad = error_details_pb2.BadRequest()
-            detail.Unpack(bad)
-            violation = bad.field_violations[0] if bad.field_violations else None
-        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-            wait = error_details_pb2.RetryInfo()
-            detail.Unpack(wait)
-            retry = wait.retry_delay.seconds + (wait.retry_delay.nanos > 0)
-    return info, violation, retry
 
 
 def http_name(field: str, names: dict[str, str]) -> str:

@@ -105,7 +105,7 @@ class FulcrumError(Exception):
             elif detail.Unpack(bad):
                 violations = [(each.field, each.description) for each in bad.field_violations]
             elif detail.Unpack(retry):
-                retry_after = retry.retry_delay.ToTimedelta().total_seconds()
+                retry_after = retry.retry_delay.ToNanoseconds() / 1e9
         return cls(call.code(), call.details() or "", reason, tuple(violations), retry_after)
 
 

@@ -145,6 +145,17 @@ def test_the_table_is_whole(kit):
     assert answered == set(Code) - {Code.OK}
 
 
+def test_details_that_are_none_change_nothing(http, gateway, engine, kit):
+    async def script(request, context):
+        await context.abort(Code.ABORTED, "inner", (("grpc-status-details-bin", b"\xff"),))
+        yield
+
+    engine.script = script
+    answer = http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT)
+    assert answer.status_code == 409
+    assert answer.json()["error"]["message"] == "inner"
+
+
 @pytest.mark.parametrize("row", range(ROWS))
 def test_failures_after_the_first_byte(http, gateway, engine, kit, row):
     code, details, status, type_, _, error_code, _ = table(kit)[row]
