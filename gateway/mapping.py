@@ -1,11 +1,12 @@
 """Turns validated HTTP requests into messages of the contract, field by field. Knows nothing of the network."""
 
 import json
+from typing import Any
 
 from fulcrum.v1 import inference_pb2 as pb
 from gateway.constraints import Given
 from gateway.errors import ApiError
-from gateway.responses_schema import ResponsesRequest, as_chat
+from gateway.responses_schema import FunctionCall, FunctionOutput, InputMessage, Reasoning, ResponsesRequest, Text
 from gateway.schemas import (
     COMPLETION_MAX_TOKENS,
     ChatPrompt,
@@ -14,6 +15,7 @@ from gateway.schemas import (
     ContentPart,
     DetokenizeRequest,
     Function,
+    FunctionName,
     Message,
     NamedTool,
     Sampling,
@@ -32,20 +34,71 @@ MODES = {
 def chat_request(body: ChatRequest) -> pb.GenerateRequest:
     """The Generate of a chat."""
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    request = shared_fields(body, max_tokens)
+    request = shared_fields(body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
     request.chat.CopyFrom(chat(body))
-    top = (body.top_logprobs or 0) if body.logprobs else None
-    request.output.MergeFrom(pb.OutputOptions(top_logprobs=top, prompt_logprobs=body.prompt_logprobs))
     return request
 
 
 def responses_request(body: ResponsesRequest) -> tuple[pb.GenerateRequest, dict[str, str]]:
     """The Generate of a response, and what the fields of its chat are called in `body`."""
-    prompt, names = as_chat(body)
-    request = shared_fields(body, body.max_output_tokens)
-    request.chat.CopyFrom(chat(prompt))
-    request.output.MergeFrom(pb.OutputOptions(top_logprobs=(body.top_logprobs or 0) if body.logprobs else None))
+    request = shared_fields(body, body.max_output_tokens, (body.top_logprobs or 0) if body.logprobs else None)
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    chat = pb.Chat(
+        tools=[tool(function) for function in body.tools or ()],
+        tool_choice=tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        template_kwargs_json=template_kwargs(effort, body.chat_template_kwargs),
+    )
+    names = {f"tools[{number}].function": f"tools[{number}]" for number, _ in enumerate(chat.tools)}
+    names |= {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"} | add_items(chat, body)
+    request.chat.CopyFrom(chat)
     return request, names
+
+
+def add_items(chat: pb.Chat, body: ResponsesRequest) -> dict[str, str]:
+    """Adds the messages of a response's input to its chat. Returns: where in `body` each of them comes from.
+
+    Reasoning, text and calls of the assistant that follow one another are one message, as templates know it.
+    """
+    names: dict[str, str] = {}
+    if body.instructions is not None:
+        chat.messages.add(role="system", content=[pb.ContentPart(text=body.instructions)])
+        names["messages[0]"] = "instructions"
+    thoughts: list[tuple[pb.ChatMessage, list[str]]] = []
+    spoken = False  # by the last message: nothing of the assistant's but calls goes on with it
+    for number, item in enumerate(body.input):
+        before = chat.messages[-1].role if chat.messages else ""
+        begun = not before == item.role == "assistant" or (spoken and not isinstance(item, FunctionCall))
+        turn = chat.messages.add(role=item.role) if begun else chat.messages[-1]
+        spoken = not isinstance(item, Reasoning)
+        field, own = "content", ".content"  # what the item brings, by its name in the message and in the item
+        match item:
+            case InputMessage():
+                turn.content.extend(text_parts(item.content))
+            case FunctionOutput():
+                turn.MergeFrom(
+                    pb.ChatMessage(tool_call_id=item.call_id, name=item.name, content=text_parts(item.output))
+                )
+                own = ".output"
+            case Reasoning():
+                if begun:
+                    thoughts.append((turn, []))
+                thoughts[-1][1].extend(part.text for part in item.content or item.summary or ())
+                field, own = "reasoning", ""
+            case FunctionCall():
+                turn.tool_calls.add(id=item.call_id, name=item.name, arguments_json=item.arguments)
+                field, own = f"tool_calls[{len(turn.tool_calls) - 1}].function", ""
+        message = f"messages[{len(chat.messages) - 1}]"
+        names.setdefault(message, f"input[{number}]")
+        names[f"{message}.{field}"] = f"input[{number}]{own}"
+    for turn, texts in thoughts:
+        turn.reasoning = "".join(texts)
+    return names
+
+
+def text_parts(texts: list[Text]) -> list[pb.ContentPart]:
+    """Parts of an item as parts of a message."""
+    return [pb.ContentPart(text=text.text) for text in texts]
 
 
 def completion_requests(body: CompletionRequest, max_prompts: int) -> list[pb.GenerateRequest]:
@@ -55,8 +108,8 @@ def completion_requests(body: CompletionRequest, max_prompts: int) -> list[pb.Ge
     """
     if len(body.prompt) > max_prompts:
         raise ApiError(400, f"Invalid 'prompt': at most {max_prompts} prompts.", param="prompt", code="invalid_value")
-    template = shared_fields(body, COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
-    template.output.MergeFrom(pb.OutputOptions(top_logprobs=body.logprobs, prompt_logprobs=body.top_of_prompt))
+    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    template = shared_fields(body, max_tokens, body.logprobs, body.top_of_prompt)
     requests = []
     for prompt in body.prompt:
         request = pb.GenerateRequest()
@@ -72,21 +125,21 @@ def completion_requests(body: CompletionRequest, max_prompts: int) -> list[pb.Ge
 def tokenize_request(body: TokenizeTextRequest | TokenizeChatRequest) -> pb.TokenizeRequest:
     """The Tokenize of a text or of a chat."""
     if isinstance(body, TokenizeChatRequest):
-        return pb.TokenizeRequest(model=body.model or "", chat=chat(body))
-    return pb.TokenizeRequest(model=body.model or "", text=body.prompt, add_special_tokens=body.add_special_tokens)
+        return pb.TokenizeRequest(model=body.model, chat=chat(body))
+    return pb.TokenizeRequest(model=body.model, text=body.prompt, add_special_tokens=body.add_special_tokens)
 
 
 def detokenize_request(body: DetokenizeRequest) -> pb.DetokenizeRequest:
     """The Detokenize of token ids."""
-    return pb.DetokenizeRequest(
-        model=body.model or "", token_ids=body.tokens, skip_special_tokens=body.skip_special_tokens
-    )
+    return pb.DetokenizeRequest(model=body.model, token_ids=body.tokens, skip_special_tokens=body.skip_special_tokens)
 
 
-def shared_fields(body: Sampling, max_tokens: int | None) -> pb.GenerateRequest:
+def shared_fields(
+    body: Sampling, max_tokens: int | None, top_logprobs: int | None, prompt_logprobs: int | None = None
+) -> pb.GenerateRequest:
     """All but the prompt. What the caller left out stays unset. Raises: ApiError 400 for several constraints."""
     request = pb.GenerateRequest(
-        model=body.model or "",
+        model=body.model,
         sampling=pb.SamplingParams(
             temperature=body.temperature,
             top_p=body.top_p,
@@ -106,10 +159,12 @@ def shared_fields(body: Sampling, max_tokens: int | None) -> pb.GenerateRequest:
             ignore_eos=body.ignore_eos,
             include_stop=body.include_stop_str_in_output,
         ),
-        output=pb.OutputOptions(skip_special_tokens=body.skip_special_tokens),
+        output=pb.OutputOptions(
+            skip_special_tokens=body.skip_special_tokens, top_logprobs=top_logprobs, prompt_logprobs=prompt_logprobs
+        ),
         n=body.n,
         priority=body.priority,
-        cache=pb.CacheOptions(salt=body.cache_salt) if body.cache_salt is not None else None,
+        cache=None if body.cache_salt is None else pb.CacheOptions(salt=body.cache_salt),
         speculative=body.speculative,
     )
     match body.constraint:
@@ -124,21 +179,21 @@ def chat(body: ChatPrompt) -> pb.Chat:
     """A chat's messages and template options. Raises: ApiError 400 when the template variables are no JSON."""
     # To continue the last message excludes a generation prompt: who asks for the one need not deny the other.
     continued = bool(body.continue_final_message) and body.add_generation_prompt is None
+    choice = body.tool_choice
     return pb.Chat(
         messages=[message(item) for item in body.messages],
         tools=[tool(item.function) for item in body.tools or ()],
-        tool_choice=None if body.tool_choice is None else tool_choice(body.tool_choice),
+        tool_choice=tool_choice(choice.function if isinstance(choice, NamedTool) else choice),
         parallel_tool_calls=body.parallel_tool_calls,
         add_generation_prompt=False if continued else body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        template_kwargs_json=template_kwargs(body),
+        template_kwargs_json=template_kwargs(body.reasoning_effort, body.chat_template_kwargs),
     )
 
 
-def template_kwargs(body: ChatPrompt) -> str:
+def template_kwargs(effort: str | None, given: dict[str, Any] | None) -> str:
     """The template variables as JSON text; empty when there are none."""
-    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    variables = effort | (body.chat_template_kwargs or {})
+    variables = ({} if effort is None else {"reasoning_effort": effort}) | (given or {})
     if not variables:
         return ""
     try:
@@ -152,19 +207,15 @@ def template_kwargs(body: ChatPrompt) -> str:
 def tool(function: Function) -> pb.Tool:
     """One tool. What the caller left out stays empty: {} are parameters too."""
     parameters = function.parameters
-    return pb.Tool(
-        name=function.name,
-        description=function.description,
-        parameters_json=None if parameters is None else json.dumps(parameters, ensure_ascii=False),
-        strict=function.strict,
-    )
+    schema = None if parameters is None else json.dumps(parameters, ensure_ascii=False)
+    return pb.Tool(name=function.name, description=function.description, parameters_json=schema, strict=function.strict)
 
 
-def tool_choice(choice: str | NamedTool) -> pb.ToolChoice:
+def tool_choice(choice: str | FunctionName | None) -> pb.ToolChoice | None:
     """Whether tools are to be called, or the one that is."""
-    if isinstance(choice, NamedTool):
-        return pb.ToolChoice(function=choice.function.name)
-    return pb.ToolChoice(mode=MODES[choice])
+    if isinstance(choice, FunctionName):
+        return pb.ToolChoice(function=choice.name)
+    return None if choice is None else pb.ToolChoice(mode=MODES[choice])
 
 
 def message(item: Message) -> pb.ChatMessage:

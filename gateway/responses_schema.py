@@ -1,4 +1,4 @@
-"""What POST /v1/responses takes, and the chat that it asks for. Knows nothing of gRPC."""
+"""What POST /v1/responses takes. Knows nothing of gRPC."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,16 +13,10 @@ from gateway.schemas import (
     UINT32_MAX,
     Body,
     CalledFunction,
-    ChatPrompt,
-    ContentPart,
     Effort,
     Function,
     FunctionName,
-    Message,
-    NamedTool,
     Sampling,
-    Tool,
-    ToolCall,
     Top,
 )
 
@@ -104,6 +98,7 @@ class FunctionCall(Item, CalledFunction):
 
     type: Literal["function_call"]
     call_id: str
+    role: ClassVar = "assistant"
 
 
 class FunctionOutput(Item):
@@ -113,6 +108,7 @@ class FunctionOutput(Item):
     call_id: str
     output: Texts
     name: str | None = None
+    role: ClassVar = "tool"
 
 
 class Reasoning(Item):
@@ -122,6 +118,7 @@ class Reasoning(Item):
     content: Thoughts | None = None
     summary: Thoughts | None = None
     encrypted_content: None = None
+    role: ClassVar = "assistant"
 
 
 AnyItem = Annotated[
@@ -225,63 +222,3 @@ class ResponsesRequest(Sampling):
     def asked_format(self) -> list[Given]:
         """What text.format asks for."""
         return self.text.format.given if self.text is not None and self.text.format is not None else []
-
-
-def as_chat(body: ResponsesRequest) -> tuple[ChatPrompt, dict[str, str]]:
-    """The chat that a request asks for, and what its fields are called there.
-
-    Reasoning, text and calls of the assistant that follow one another are one message, as templates know it.
-    """
-    messages: list[Message] = []
-    thoughts: list[tuple[Message, list[str]]] = []
-    names = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
-    names |= {f"tools[{number}].function": f"tools[{number}]" for number, _ in enumerate(body.tools or ())}
-    if body.instructions is not None:
-        messages.append(Message(role="system", content=[ContentPart(type="text", text=body.instructions)]))
-        names["messages[0]"] = "instructions"
-    for number, item in enumerate(body.input):
-        turn = messages[-1] if messages and messages[-1].role == "assistant" else None
-        said = turn is not None and (turn.content is not None or turn.tool_calls is not None)
-        field, own = "content", ".content"  # what the item brings, by its name in the message and in the item
-        match item:
-            case FunctionOutput():
-                turn = Message(role="tool", tool_call_id=item.call_id, name=item.name, content=parts(item.output))
-                own = ".output"
-            case InputMessage(role="assistant") if turn is not None and not said:
-                turn.content = parts(item.content)
-            case InputMessage():
-                turn = Message(role=item.role, content=parts(item.content))
-            case Reasoning():
-                if turn is None or said:
-                    turn = Message(role="assistant")
-                    thoughts.append((turn, []))
-                thoughts[-1][1].extend(part.text for part in item.content or item.summary or ())
-                field, own = "reasoning", ""
-            case FunctionCall():
-                turn = turn or Message(role="assistant")
-                function = CalledFunction(name=item.name, arguments=item.arguments)
-                turn.tool_calls = turn.tool_calls or []
-                turn.tool_calls.append(ToolCall(id=item.call_id, function=function))
-                field, own = f"tool_calls[{len(turn.tool_calls) - 1}].function", ""
-        if not messages or turn is not messages[-1]:
-            messages.append(turn)
-        message = f"messages[{len(messages) - 1}]"
-        names.setdefault(message, f"input[{number}]")
-        names[f"{message}.{field}"] = f"input[{number}]{own}"
-    for turn, texts in thoughts:
-        turn.reasoning_content = "".join(texts)
-    choice = body.tool_choice
-    prompt = ChatPrompt(
-        messages=messages,
-        tools=[Tool(type="function", function=tool) for tool in body.tools or ()],
-        tool_choice=NamedTool(type="function", function=choice) if isinstance(choice, NamedFunction) else choice,
-        parallel_tool_calls=body.parallel_tool_calls,
-        chat_template_kwargs=body.chat_template_kwargs,
-        reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
-    )
-    return prompt, names
-
-
-def parts(texts: list[Text]) -> list[ContentPart]:
-    """The same as parts of a chat's message."""
-    return [ContentPart(type="text", text=text.text) for text in texts]
