@@ -1,15 +1,15 @@
 """AdminService: what operators ask. Knows the engine only through CoreClient."""
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from engine.client import CoreClient, CoreDied
-from engine.messages import CoreStats
+from engine.client import CoreClient
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc
-from service.errors import ApiError, Violation, draining, engine_dead, invalid
+from service.errors import ApiError, Violation, draining, invalid
 from service.figures import Figures
 from service.live import LiveCalls
 
@@ -22,6 +22,7 @@ _ALL_STEPS = 2**31
 _DRAIN_POLL_SECONDS = 0.05
 
 
+@dataclass(eq=False)
 class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
     """Serves one engine core.
 
@@ -31,18 +32,14 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
         figures: what the engine's service processes count.
     """
 
-    def __init__(self, core: CoreClient, live: LiveCalls, figures: Figures) -> None:
-        self._core = core
-        self._live = live
-        self._figures = figures
+    core: CoreClient
+    live: LiveCalls
+    figures: Figures
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Ends live requests by their exact ids, whichever process took them."""
         ids = list(dict.fromkeys(request.request_ids))
-        try:
-            live = set(await self._core.abort(ids))
-        except CoreDied as error:
-            raise engine_dead() from error
+        live = set(await self.core.abort(ids))
         aborted, missing = pb.AbortResponse.OUTCOME_ABORTED, pb.AbortResponse.OUTCOME_NOT_FOUND
         return pb.AbortResponse(
             results=[
@@ -67,20 +64,14 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
 
     async def GetCache(self, request: pb.GetCacheRequest, context: Context) -> pb.GetCacheResponse:
         """What is in the pages and in the tree of prefixes."""
-        try:
-            view = await self._core.cache()
-        except CoreDied as error:
-            raise engine_dead() from error
+        view = await self.core.cache()
         nodes = [pb.CacheNode(**node._asdict()) for node in view.nodes]
         return pb.GetCacheResponse(pages=view.pages, nodes=nodes, total_nodes=view.total_nodes)
 
     async def GetTrace(self, request: pb.GetTraceRequest, context: Context) -> pb.GetTraceResponse:
         """What happened to a request that is running or was one of the latest."""
         self._check_traces()
-        try:
-            events = await self._core.trace(request.request_id)
-        except CoreDied as error:
-            raise engine_dead() from error
+        events = await self.core.trace(request.request_id)
         if not events:
             text = f"nothing is kept of a request {request.request_id[:200]!r}"
             raise ApiError(grpc.StatusCode.NOT_FOUND, "TRACE_NOT_FOUND", text, field="request_id")
@@ -99,25 +90,19 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
     async def GetSteps(self, request: pb.GetStepsRequest, context: Context) -> pb.GetStepsResponse:
         """The latest steps that are kept."""
         self._check_traces()
-        try:
-            steps = await self._core.steps(request.last if request.HasField("last") else _ALL_STEPS)
-        except CoreDied as error:
-            raise engine_dead() from error
+        steps = await self.core.steps(request.last if request.HasField("last") else _ALL_STEPS)
         return pb.GetStepsResponse(
             steps=[pb.StepTrace(**{name: getattr(step, name) for name in step.__struct_fields__}) for step in steps]
         )
 
     def _check_traces(self) -> None:
-        if not self._core.info.traces:
+        if not self.core.info.traces:
             text = "the engine keeps no traces: start it with --trace-requests"
             raise ApiError(grpc.StatusCode.FAILED_PRECONDITION, "TRACES_OFF", text)
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
         """Drops every cached page that no running sequence uses."""
-        try:
-            return pb.FlushCacheResponse(pages_freed=await self._core.flush_cache())
-        except CoreDied as error:
-            raise engine_dead() from error
+        return pb.FlushCacheResponse(pages_freed=await self.core.flush_cache())
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """The core takes nothing new from now on, for good; the answer comes when the running requests have ended.
@@ -129,17 +114,15 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
             raise invalid([Violation("grace_seconds", f"must be in [0, {_MAX_GRACE:g}] s, not {grace:g}")])
         try:
             async with asyncio.timeout(grace):
-                while await self._core.drain() or len(self._live):  # noqa: ASYNC110 - other processes end theirs
+                while await self.core.drain() or len(self.live):  # noqa: ASYNC110 - other processes end theirs
                     await asyncio.sleep(_DRAIN_POLL_SECONDS)
         except TimeoutError:
-            return pb.DrainResponse(requests_aborted=self._live.end(draining))
-        except CoreDied as error:
-            raise engine_dead() from error
+            return pb.DrainResponse(requests_aborted=self.live.end(draining))
         return pb.DrainResponse()
 
     def _waits(self) -> pb.Waits:
-        first_tokens, first_seconds = self._figures.totals("time_to_first_token_seconds")
-        inter_tokens, inter_seconds = self._figures.totals("inter_token_seconds")
+        first_tokens, first_seconds = self.figures.totals("time_to_first_token_seconds")
+        inter_tokens, inter_seconds = self.figures.totals("inter_token_seconds")
         return pb.Waits(
             first_tokens=first_tokens,
             first_token_seconds=first_seconds,
@@ -148,12 +131,5 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
         )
 
     async def _stats(self) -> pb.Stats:
-        try:
-            return to_proto(await self._core.stats())
-        except CoreDied as error:
-            raise engine_dead() from error
-
-
-def to_proto(stats: CoreStats) -> pb.Stats:
-    """CoreStats field for field."""
-    return pb.Stats(**{name: getattr(stats, name) for name in stats.__struct_fields__})
+        stats = await self.core.stats()
+        return pb.Stats(**{name: getattr(stats, name) for name in stats.__struct_fields__})

@@ -1,20 +1,21 @@
 """The interceptor around every RPC: keys, malformed messages, errors as rich statuses, counts by status.
 
-Knows no service. A handler refuses or ends a call by raising ApiError; anything else that escapes it is INTERNAL with a
-generic message, and the story in the log.
+Knows no service. A handler refuses or ends a call by raising ApiError, or CoreDied where the engine is gone; anything
+else that escapes it is INTERNAL with a generic message, and the story in the log.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
+from engine.client import CoreDied
 from service.auth import Metadata
-from service.errors import ApiError, Violation, invalid
+from service.errors import ApiError, Violation, engine_dead, invalid
 from service.figures import Figures
 from service.record import label_of
 from service.wire import field_beyond, serialized
@@ -90,24 +91,22 @@ class Guard(grpc.aio.ServerInterceptor):
                 except DecodeError as error:  # such as a string that is not UTF-8
                     raise _malformed() from error
                 return await behavior(request, context)
-            except ApiError as error:
-                code = error.code.name
-                await context.abort(error.code, error.message, error.trailers())
-            except asyncio.CancelledError:
+            except (ApiError, CoreDied) as error:
+                refusal = error if isinstance(error, ApiError) else engine_dead()
+                code = refusal.code.name
+                await _abort(context, refusal)
+            except (asyncio.CancelledError, grpc.aio.InternalError):
                 code = "CANCELLED"
                 raise
             except grpc.aio.AbortError:
                 code = context.code().name
                 raise
-            except grpc.aio.InternalError:
-                code = "CANCELLED"
-                raise
             except Exception:  # the one place that turns the unexpected into a status
                 code = "INTERNAL"
                 fields = about(x_request_id=label_of(context.invocation_metadata()))
                 logger.exception("%s failed", method, extra=fields)
-                generic = ApiError(grpc.StatusCode.INTERNAL, "INTERNAL", "internal error; the server's log has more")
-                await context.abort(generic.code, generic.message, generic.trailers())
+                text = "internal error; the server's log has more"
+                await _abort(context, ApiError(grpc.StatusCode.INTERNAL, "INTERNAL", text))
             finally:
                 self._figures.calls.add(name, code)
 
@@ -130,8 +129,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 async for reply in behavior(requests, context):
                     yield reply
             except DecodeError:
-                refusal = _malformed()
-                await context.abort(refusal.code, refusal.message, refusal.trailers())
+                await _abort(context, _malformed())
 
         return reflected
 
@@ -144,9 +142,13 @@ class Guard(grpc.aio.ServerInterceptor):
     def _refuse(self, method: str, refusal: ApiError) -> Callable[[Any, Context], Awaitable[None]]:
         async def refused(_: Any, context: Context) -> None:
             self._figures.calls.add(method.rpartition("/")[2], refusal.code.name)
-            await context.abort(refusal.code, refusal.message, refusal.trailers())
+            await _abort(context, refusal)
 
         return refused
+
+
+async def _abort(context: Context, error: ApiError) -> NoReturn:
+    await context.abort(error.code, error.message, error.trailers())
 
 
 def _malformed() -> ApiError:

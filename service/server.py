@@ -108,10 +108,10 @@ async def serve(
         main = _new_server(config, Guard(authenticator.caller, figures))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(
-                core,
-                model,
-                authenticator,
-                live,
+                core=core,
+                model=model,
+                authenticator=authenticator,
+                live=live,
                 grammars=grammars,
                 figures=figures,
                 tracer=tracer,

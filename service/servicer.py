@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -38,6 +39,7 @@ _LOGGED_CHARACTERS = 16_384
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@dataclass(eq=False, kw_only=True)
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Serves one model.
 
@@ -52,36 +54,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         tracer: makes spans of it (None: there are none).
     """
 
-    def __init__(
-        self,
-        core: CoreClient,
-        model: ServedModel,
-        authenticator: Authenticator,
-        live: LiveCalls,
-        *,
-        grammars: GrammarCompiler,
-        figures: Figures,
-        tracer: Tracer | None,
-        share_prefixes: bool,
-        log_requests: bool,
-    ) -> None:
-        self._core = core
-        self._figures = figures
-        self._tracer = tracer
-        self._grammars = grammars
-        self._model = model
-        self._authenticator = authenticator
-        self._live = live
-        self._share_prefixes = share_prefixes
-        self._log_requests = log_requests
+    core: CoreClient
+    model: ServedModel
+    authenticator: Authenticator
+    live: LiveCalls
+    grammars: GrammarCompiler
+    figures: Figures
+    tracer: Tracer | None
+    share_prefixes: bool
+    log_requests: bool
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Everything that can be refused is refused before `Accepted`; see the proto for the order of the events."""
-        record = Record(self._figures, context.invocation_metadata())
-        if self._core.draining:
+        record = Record(self.figures, context.invocation_metadata())
+        if self.core.draining:
             raise draining()
         try:
-            async with self._live.call():
+            async with self.live.call():
                 try:
                     await self._generate(request, context, record)
                 except CoreDied as error:
@@ -92,13 +81,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         else:
             record.end(None, None)
         finally:
-            if self._tracer is not None:
-                export(self._tracer, record)
+            if self.tracer is not None:
+                export(self.tracer, record)
 
     async def _generate(self, request: pb.GenerateRequest, context: Context, record: Record) -> None:
-        core, model = self._core, self._model
+        core, model = self.core, self.model
         name = model.resolve(request.model)
-        caller = self._authenticator.caller(context.invocation_metadata())
+        caller = self.authenticator.caller(context.invocation_metadata())
         asked = plan(request, core.info, model.defaults, caller)
         if asked.constraint is not None and must_call(request.chat.tool_choice):
             text = f"{asked.constraint.kind} and a call that must come exclude each other"
@@ -128,7 +117,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         stream = await self._submit(job, grammar, field)
         record.accept(job, name)
         about, what = (asked.request_id, record.label), record.fields
-        if self._log_requests:
+        if self.log_requests:
             shown = MessageToJson(request, indent=None, preserving_proto_field_name=True, ensure_ascii=False)
             logger.info("request %s (%s): %.*s", asked.request_id, record.label, _LOGGED_CHARACTERS, shown)
         logger.debug("request %s (%s) is accepted: %d prompt tokens", *about, len(prompt), extra=what)
@@ -147,7 +136,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     def _salt(self, tenant: str, salt: str) -> str:
         """A salt that no other tenant has, whatever he asks for: names of tenants hold no NUL."""
-        return f"{tenant}\0{salt}" if tenant and (salt or not self._share_prefixes) else salt
+        return f"{tenant}\0{salt}" if tenant and (salt or not self.share_prefixes) else salt
 
     async def _grammar(self, asked: Constraint | None, reading: Reading | None, tenant: str) -> Compiled | None:
         """What the output must follow; None where it is free."""
@@ -157,44 +146,44 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         blamed = "chat.tools" if asked is None else asked.kind
         if asked is not None and reading is not None and reading.strict:
             # Alone first: what is wrong with the whole are the tools, then.
-            await self._grammars.compile(asked, tenant=tenant)
+            await self.grammars.compile(asked, tenant=tenant)
             blamed = "chat.tools"
-        return await self._grammars.compile(constraint, blamed, tenant=tenant)
+        return await self.grammars.compile(constraint, blamed, tenant=tenant)
 
     async def _prompt(self, request: pb.GenerateRequest, tenant: str) -> tuple[str, list[int], Reading | None, float]:
         """The field that the prompt came from, its token ids, how to read what follows it, and when it was rendered."""
-        field, window = request.WhichOneof("prompt"), self._core.info.max_model_len
+        field, window = request.WhichOneof("prompt"), self.core.info.max_model_len
         if field == "token_ids":
             count = len(request.token_ids.ids)
             if count > window:  # before millions of them are copied
                 raise window_exceeded(field, window, f"the prompt has {count}", prompt_tokens=count)
             return field, list(request.token_ids.ids), None, 0.0
         if field == "text":
-            ids = await self._model.prompts.text(request.text, add_special_tokens=True, window=window, tenant=tenant)
+            ids = await self.model.prompts.text(request.text, add_special_tokens=True, window=window, tenant=tenant)
             return field, ids, None, 0.0
         if field == "chat":
-            return field, *await self._model.prompts.chat(request.chat, window=window, tenant=tenant)
+            return field, *await self.model.prompts.chat(request.chat, window=window, tenant=tenant)
         raise invalid([Violation("prompt", "one of text, token_ids and chat is needed")])
 
     async def _submit(self, job: Request, grammar: Compiled | None, prompt_field: str) -> RequestStream:
         """The core may have forgotten a grammar that it was given: it gets it once more then."""
         for last in (grammar is None, True):
             if grammar is not None:
-                await self._core.load_grammar(grammar.key, grammar.data, lambda: self._grammars.vocabulary)
+                await self.core.load_grammar(grammar.key, grammar.data, lambda: self.grammars.vocabulary)
             try:
-                return await self._core.submit(job)
+                return await self.core.submit(job)
             except RequestRejected as rejected:
                 if last or rejected.reason is not RejectReason.UNKNOWN_GRAMMAR:
                     if grammar is not None and rejected.field == "constraint":
                         raise invalid_grammar(grammar.field, str(rejected)) from rejected
-                    raise refusal(rejected, job, prompt_field, self._core.info) from rejected
+                    raise refusal(rejected, job, prompt_field, self.core.info) from rejected
         raise AssertionError("the last try returns or raises")
 
     async def _stream(
         self, stream: RequestStream, job: Request, choices: list[Choice], record: Record, context: Context
     ) -> pb.Usage:
         """Writes everything between Accepted and Usage; a write waits for a slow reader, the stream merges."""
-        core, write = self._core, context.write
+        core, write = self.core, context.write
         running = len(choices)
         told = 1  # the next of the prompt's logprobs
         async for event in stream:
@@ -229,24 +218,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return record.usage()
 
     def _prompt_logprobs(self, job: Request, first: int, records: bytes | bytearray) -> Iterator[pb.PromptLogprobs]:
-        return prompt_pieces(self._model.prompts.tokenizer, job.prompt, first, records, job.params.prompt_logprobs or 0)
+        return prompt_pieces(self.model.prompts.tokenizer, job.prompt, first, records, job.params.prompt_logprobs or 0)
 
     def _choice(self, index: int, asked: Plan, prompt_field: str, reading: Reading | None) -> Choice:
-        after_prompt, tokenizer = prompt_field != "chat", self._model.prompts.tokenizer
+        after_prompt, tokenizer = prompt_field != "chat", self.model.prompts.tokenizer
         if asked.text and reading is not None:
-            text = self._model.text_stream(asked, after_prompt=after_prompt, shown=reading.markers)
+            text = self.model.text_stream(asked, after_prompt=after_prompt, shown=reading.markers)
             return ParsedChoice(index, asked, text, tokenizer, reading.parser())
         wanted = asked.text or asked.stop
-        stream = self._model.text_stream(asked, after_prompt=after_prompt) if wanted else None
+        stream = self.model.text_stream(asked, after_prompt=after_prompt) if wanted else None
         return Choice(index, asked, stream, tokenizer)
 
     # ----------------------------------------------------------------------------------------------- the other RPCs
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Token ids and bytes of a text or a rendered chat."""
-        self._model.resolve(request.model)
-        prompts, window = self._model.prompts, self._core.info.max_model_len
-        tenant = self._authenticator.caller(context.invocation_metadata()).tenant
+        self.model.resolve(request.model)
+        prompts, window = self.model.prompts, self.core.info.max_model_len
+        tenant = self.authenticator.caller(context.invocation_metadata()).tenant
         match request.WhichOneof("prompt"):
             case "text":
                 special = request.add_special_tokens if request.HasField("add_special_tokens") else True
@@ -256,13 +245,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             case _:
                 raise invalid([Violation("prompt", "one of text and chat is needed")])
         token_bytes = await prompts.run(lambda: list(map(prompts.tokenizer.token_bytes, ids)), tenant=tenant)
-        return pb.TokenizeResponse(token_ids=ids, token_bytes=token_bytes, max_model_len=self._core.info.max_model_len)
+        return pb.TokenizeResponse(token_ids=ids, token_bytes=token_bytes, max_model_len=self.core.info.max_model_len)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """The text of token ids."""
-        self._model.resolve(request.model)
-        prompts, info = self._model.prompts, self._core.info
-        tenant = self._authenticator.caller(context.invocation_metadata()).tenant
+        self.model.resolve(request.model)
+        prompts, info = self.model.prompts, self.core.info
+        tenant = self.authenticator.caller(context.invocation_metadata()).tenant
         count = len(request.token_ids)
         if count > info.max_model_len:
             raise window_exceeded("token_ids", info.max_model_len, f"{count} token ids are given")
@@ -277,10 +266,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """What is served, and its limits."""
-        self._model.resolve(request.model)
-        info = self._core.info
+        self.model.resolve(request.model)
+        info = self.core.info
         return pb.GetModelResponse(
-            served_names=self._model.names,
+            served_names=self.model.names,
             architecture=info.architecture,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
@@ -289,7 +278,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             device=info.device,
             page_size=info.page_size,
             kv_pages=info.num_pages,
-            has_chat_template=self._model.has_chat_template,
+            has_chat_template=self.model.has_chat_template,
             version=info.version,
-            created=self._model.created,
+            created=self.model.created,
         )
