@@ -47,9 +47,9 @@ def _stream(text: str, params: Params, served: ServedModel, llm: LLM) -> None:
         prompt = asyncio.run(served.prompts.text(text, add_special_tokens=True))
     else:
         prompt = asyncio.run(served.prompts.chat(request.chat)).ids
-    sampling = fit(asked, prompt, "text" if params["raw"] else "chat", llm.info)
+    job = fit(asked, prompt, "text" if params["raw"] else "chat", llm.info)
     choice = Choice(0, asked, served.text_stream(asked, after_prompt=params["raw"]))
-    for piece in llm.stream(prompt, sampling):
+    for piece in llm.stream(prompt, job.params):
         for response in choice.take(SequenceOutput("", piece.index, piece.token_ids, piece.finish)):
             say(GenerateResponse.FromString(response).delta.text)
         if choice.finish is not None:  # a stop string may end it before the engine does

@@ -12,6 +12,7 @@ from fulcrum.v1 import inference_pb2_grpc
 from service.errors import ApiError, Violation, draining, invalid
 from service.figures import Figures
 from service.live import LiveCalls
+from service.validate import given
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -54,7 +55,7 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
 
     async def WatchStats(self, request: pb.WatchStatsRequest, context: Context) -> None:
         """The same, again and again, until the caller leaves."""
-        interval = request.interval_seconds if request.HasField("interval_seconds") else 1.0
+        interval = given(request, "interval_seconds", 1.0)
         if not _MIN_INTERVAL <= interval <= _MAX_INTERVAL:  # NaN fails too
             text = f"must be in [{_MIN_INTERVAL:g}, {_MAX_INTERVAL:g}] s, not {interval:g}"
             raise invalid([Violation("interval_seconds", text)])
@@ -90,7 +91,7 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
     async def GetSteps(self, request: pb.GetStepsRequest, context: Context) -> pb.GetStepsResponse:
         """The latest steps that are kept."""
         self._check_traces()
-        steps = await self.core.steps(request.last if request.HasField("last") else _ALL_STEPS)
+        steps = await self.core.steps(given(request, "last", _ALL_STEPS))
         return pb.GetStepsResponse(
             steps=[pb.StepTrace(**{name: getattr(step, name) for name in step.__struct_fields__}) for step in steps]
         )
@@ -109,7 +110,7 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
 
         What still runs in this process after the grace is ended; other processes are drained by their own grace.
         """
-        grace = request.grace_seconds if request.HasField("grace_seconds") else None
+        grace = given(request, "grace_seconds", None)
         if grace is not None and not 0 <= grace <= _MAX_GRACE:
             raise invalid([Violation("grace_seconds", f"must be in [0, {_MAX_GRACE:g}] s, not {grace:g}")])
         try:

@@ -101,7 +101,7 @@ class Choice:
     ) -> list[pb.TokenLogprob]:
         """The logprobs of these ids, the last of which has ended the text if it did."""
         assert self._tokenizer is not None
-        found = token_logprobs(self._tokenizer, ids, records, self._plan.params.top_logprobs or 0)
+        found = token_logprobs(self._tokenizer, ids, records, self._plan.job.params.top_logprobs or 0)
         skipped = self._text.skipped if self._text is not None else ()
         for one in found:
             one.hidden = one.token_id in skipped

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import grpc
-from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.any import pack
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
@@ -38,7 +38,7 @@ class ApiError(Exception):
         field: the request's field that is to blame, as a proto path.
         violations: several bad fields (instead of `field`).
         retry_after: seconds after which a retry may help.
-        metadata: numbers and names for a program to read.
+        metadata: numbers for a program to read; None says nothing.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ApiError(Exception):
         field: str = "",
         violations: Sequence[Violation] = (),
         retry_after: float | None = None,
-        metadata: Mapping[str, str] | None = None,
+        metadata: Mapping[str, int | None] | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -58,7 +58,7 @@ class ApiError(Exception):
         self.message = _clean(message, _MAX_MESSAGE_BYTES)
         self.violations = tuple(violations) or ((Violation(field, message),) if field else ())
         self.retry_after = retry_after
-        self.metadata = dict(metadata or {})
+        self.metadata = {name: str(number) for name, number in (metadata or {}).items() if number is not None}
 
     def status(self) -> Status:
         """The google.rpc.Status that travels in the trailers."""
@@ -79,7 +79,7 @@ class ApiError(Exception):
             delay.FromNanoseconds(int(self.retry_after * 1e9))
             details.append(RetryInfo(retry_delay=delay))
         code: int = self.code.value[0]
-        return Status(code=code, message=self.message, details=[_packed(detail) for detail in details])
+        return Status(code=code, message=self.message, details=list(map(pack, details)))
 
     def trailers(self) -> tuple[tuple[str, bytes], ...]:
         """Trailing metadata that carries `status()`."""
@@ -102,12 +102,6 @@ def draining() -> ApiError:
 def engine_dead() -> ApiError:
     """UNAVAILABLE: the core process is gone, and with it every running request."""
     return ApiError(grpc.StatusCode.UNAVAILABLE, "ENGINE_DEAD", "the engine is gone", retry_after=5.0)
-
-
-def _packed(detail: Message) -> AnyMessage:
-    box = AnyMessage()
-    box.Pack(detail)
-    return box
 
 
 def _clean(text: str, limit: int) -> str:

@@ -72,7 +72,7 @@ class ServedModel:
                 shown=shown,
             ),
             StopChecker(plan.stop, include_stop=plan.include_stop),
-            min_tokens=plan.params.min_tokens,
+            min_tokens=plan.job.params.min_tokens,
         )
 
 

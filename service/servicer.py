@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -29,7 +29,7 @@ from service.parsers.output_parser import Reading
 from service.record import Record
 from service.spans import export
 from service.tools import must_call
-from service.validate import Plan, Violations, fit, plan, refusal, window_exceeded
+from service.validate import Plan, Violations, fit, given, plan, refusal, window_exceeded
 from telemetry.tracing import Tracer
 
 logger = logging.getLogger(__name__)
@@ -97,37 +97,31 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if rendered:
             marks.append(("rendered", rendered))
         marks.append(("tokenized", time.monotonic()))
-        params = fit(asked, prompt, field, core.info)
+        job = fit(asked, prompt, field, core.info)
         grammar = await self._grammar(asked.constraint, reading, caller.tenant)
         if grammar is not None:
             marks.append(("compiled", time.monotonic()))
-        job = Request(
-            request_id=asked.request_id,
-            prompt=tuple(prompt),
-            params=params,
-            priority=asked.priority,
-            tenant=caller.tenant,
-            salt=self._salt(caller.tenant, asked.salt),
-            bypass_cache=asked.bypass_cache,
-            speculative=asked.speculative,
+        job = replace(
+            job,
+            salt=self._salt(caller.tenant, job.salt),
             arrival=record.arrival,
             marks=tuple(marks) if core.info.traces else (),
             grammar="" if grammar is None else grammar.key,
         )
         stream = await self._submit(job, grammar, field)
         record.accept(job, name)
-        about, what = (asked.request_id, record.label), record.fields
+        about, what = (job.request_id, record.label), record.fields
         if self.log_requests:
             shown = MessageToJson(request, indent=None, preserving_proto_field_name=True, ensure_ascii=False)
-            logger.info("request %s (%s): %.*s", asked.request_id, record.label, _LOGGED_CHARACTERS, shown)
+            logger.info("request %s (%s): %.*s", job.request_id, record.label, _LOGGED_CHARACTERS, shown)
         logger.debug("request %s (%s) is accepted: %d prompt tokens", *about, len(prompt), extra=what)
         try:
-            await context.write(pb.GenerateResponse(accepted=pb.Accepted(request_id=asked.request_id, model=name)))
-            choices = [self._choice(index, asked, field, reading) for index in range(params.n)]
+            await context.write(pb.GenerateResponse(accepted=pb.Accepted(request_id=job.request_id, model=name)))
+            choices = [self._choice(index, asked, field, reading) for index in range(job.params.n)]
             usage = await self._stream(stream, job, choices, record, context)
             await context.write(pb.GenerateResponse(usage=usage))
             logger.debug("request %s (%s) is answered: %d tokens", *about, record.tokens, extra=what)
-            core.note(asked.request_id, "sent")
+            core.note(job.request_id, "sent")
         finally:
             # Before anything is forgotten. Once the core has ended the request, its id may be another's.
             if not stream.ended:
@@ -238,7 +232,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         tenant = self.authenticator.caller(context.invocation_metadata()).tenant
         match request.WhichOneof("prompt"):
             case "text":
-                special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+                special = given(request, "add_special_tokens", True)
                 ids = await prompts.text(request.text, add_special_tokens=special, window=window, tenant=tenant)
             case "chat":
                 ids = (await prompts.chat(request.chat, window=window, tenant=tenant)).ids

@@ -8,8 +8,10 @@ import math
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from engine.limits import MAX_LISTED_IDS
 from engine.messages import CoreInfo
@@ -43,32 +45,39 @@ MAX_ARGUMENTS_BYTES = 256 << 10  # of a call: 30 ms to read at the worst
 MAX_KWARGS_BYTES = 64 << 10
 
 
+# Range of each sampling parameter, and whether its lower end is out of it.
+_RANGES = {
+    "temperature": (0, 2, False),
+    "top_k": (0, 2**32, False),
+    "top_p": (0, 1, True),
+    "min_p": (0, 1, False),
+    "presence_penalty": (-2, 2, False),
+    "frequency_penalty": (-2, 2, False),
+    "repetition_penalty": (0, 2, True),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A checked GenerateRequest, all but the prompt.
+    """A checked GenerateRequest.
 
     Args:
-        params: defaults applied; params.max_tokens means something only after `fit`.
+        job: for the engine, defaults applied; `fit` adds the prompt and what it leaves of max_tokens.
         max_tokens: None where the request is silent; 0 where only the prompt's logprobs are wanted.
         stop: stop strings.
         include_stop: leaves the matched stop in the text.
-        constraint: what the text must follow.
         text, token_ids: what the deltas carry.
+        constraint: what the text must follow.
     """
 
-    request_id: str
-    params: SamplingParams
+    job: Request
     max_tokens: int | None
     stop: tuple[str, ...]
     include_stop: bool
     text: bool
     token_ids: bool
     skip_special_tokens: bool
-    priority: int
-    salt: str
-    bypass_cache: bool
-    speculative: bool
-    constraint: Constraint | None = None
+    constraint: Constraint | None
 
 
 class Violations(list[Violation]):
@@ -141,25 +150,35 @@ def plan(request: pb.GenerateRequest, info: CoreInfo, defaults: GenerationDefaul
     if "\0" in request.cache.salt:  # which ends the tenant's name in the engine's own salts
         text = "cache.salt: this salt is another tenant's"
         raise ApiError(grpc.StatusCode.PERMISSION_DENIED, "SALT_FORBIDDEN", text, field="cache.salt")
-    return Plan(
+    job = Request(
         request_id=request.request_id or uuid.uuid4().hex,
+        prompt=(),
         params=params,
-        max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
-        stop=tuple(dict.fromkeys(stopping.stop)),
-        include_stop=stopping.include_stop,
-        text=output.text if output.HasField("text") else True,
-        token_ids=output.token_ids,
-        skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else True,
         priority=request.priority,
         salt=request.cache.salt,
         bypass_cache=request.cache.bypass,
-        speculative=request.speculative if request.HasField("speculative") else True,
+        tenant=caller.tenant,
+        speculative=given(request, "speculative", True),
+    )
+    return Plan(
+        job,
+        max_tokens=given(stopping, "max_tokens", None),
+        stop=tuple(dict.fromkeys(stopping.stop)),
+        include_stop=stopping.include_stop,
+        text=given(output, "text", True),
+        token_ids=output.token_ids,
+        skip_special_tokens=given(output, "skip_special_tokens", True),
         constraint=constraint,
     )
 
 
-def fit(plan: Plan, prompt: Sequence[int], prompt_field: str, info: CoreInfo) -> SamplingParams:
-    """The parameters with max_tokens settled, for a prompt of these token ids.
+def given(message: Message, field: str, default: Any) -> Any:
+    """The value of an optional field, or the default where it is not set."""
+    return getattr(message, field) if message.HasField(field) else default
+
+
+def fit(plan: Plan, prompt: Sequence[int], prompt_field: str, info: CoreInfo) -> Request:
+    """The plan's job with this prompt (token ids), and max_tokens settled.
 
     Raises ApiError INVALID_ARGUMENT: prompt empty, out of the vocabulary, or beyond the window with its completion.
     """
@@ -181,24 +200,21 @@ def fit(plan: Plan, prompt: Sequence[int], prompt_field: str, info: CoreInfo) ->
             prompt_tokens=len(prompt),
             max_tokens=plan.max_tokens,
         )
-    bad.unless(
-        plan.params.min_tokens <= max_tokens,
-        "stopping.min_tokens",
-        f"{plan.params.min_tokens} is more than the {max_tokens} tokens that may be generated",
-    )
+    least = plan.job.params.min_tokens
+    text = f"{least} is more than the {max_tokens} tokens that may be generated"
+    bad.unless(least <= max_tokens, "stopping.min_tokens", text)
     bad.check()
-    return replace(plan.params, max_tokens=max(1, max_tokens))
+    return replace(plan.job, prompt=tuple(prompt), params=replace(plan.job.params, max_tokens=max(1, max_tokens)))
 
 
 def window_exceeded(field: str, window: int, but: str, **numbers: int | None) -> ApiError:
     """CONTEXT_LENGTH_EXCEEDED, with the numbers for a program to read. Clients know it by the beginning of its text."""
-    given = {**numbers, "max_model_len": window}
     return ApiError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "CONTEXT_LENGTH_EXCEEDED",
         f"This model's maximum context length is {window} tokens, but {but}",
         field=field,
-        metadata={name: str(number) for name, number in given.items() if number is not None},
+        metadata={**numbers, "max_model_len": window},
     )
 
 
@@ -216,8 +232,7 @@ def refusal(rejected: RequestRejected, job: Request, prompt_field: str, info: Co
                 "max_tokens": job.params.max_tokens,
                 "kv_tokens": _pool_tokens(info),
             }
-            metadata = {name: str(number) for name, number in numbers.items()}
-            return ApiError(code.INVALID_ARGUMENT, "KV_EXHAUSTED", text, field=field, metadata=metadata)
+            return ApiError(code.INVALID_ARGUMENT, "KV_EXHAUSTED", text, field=field, metadata=numbers)
         case RejectReason.QUEUE_FULL:
             return ApiError(code.RESOURCE_EXHAUSTED, "QUEUE_FULL", text, retry_after=1.0)
         case RejectReason.DRAINING:
@@ -233,44 +248,31 @@ def _pool_tokens(info: CoreInfo) -> int:
 def _sampling(
     request: pb.GenerateRequest, info: CoreInfo, defaults: GenerationDefaults, bad: Violations
 ) -> SamplingParams:
-    given, stopping, output = request.sampling, request.stopping, request.output
-
-    def chosen(field: str, default: float, low: float, high: float, *, above: bool = False) -> float:
-        if not given.HasField(field):
-            return default  # the model's own, whatever it is
-        value: float = getattr(given, field)
-        bad.number(f"sampling.{field}", value, low, high, above=above)
-        return value
-
-    temperature = chosen("temperature", defaults.temperature, 0, 2)
-    top_k = int(chosen("top_k", defaults.top_k, 0, 2**32))
-    top_p = chosen("top_p", defaults.top_p, 0, 1, above=True)
-    min_p = chosen("min_p", defaults.min_p, 0, 1)
-    repetition = chosen("repetition_penalty", defaults.repetition_penalty, 0, 2, above=True)
-    bad.number("sampling.presence_penalty", given.presence_penalty, -2, 2)
-    bad.number("sampling.frequency_penalty", given.frequency_penalty, -2, 2)
-    for token_id, bias in given.logit_bias.items():
+    sampling, stopping, output = request.sampling, request.stopping, request.output
+    values: dict[str, Any] = {}
+    for field, (low, high, above) in _RANGES.items():
+        values[field] = given(sampling, field, None)
+        if values[field] is None:
+            values[field] = getattr(defaults, field, 0.0)  # the model's own, whatever it is
+        else:
+            bad.number(f"sampling.{field}", values[field], low, high, above=above)
+    values["top_k"] = min(values["top_k"], info.vocab_size)
+    for token_id, bias in sampling.logit_bias.items():
         field = f"sampling.logit_bias[{token_id}]"
         bad.unless(token_id < info.vocab_size, field, f"the token id is out of the vocabulary of {info.vocab_size}")
         bad.number(field, bias, -100, 100)
-    n = request.n if request.HasField("n") else 1
+    n = given(request, "n", 1)
     bad.number("n", n, 1, min(MAX_N, info.max_num_seqs))
     return SamplingParams(
-        temperature=temperature,
-        top_k=min(top_k, info.vocab_size),
-        top_p=top_p,
-        min_p=min_p,
-        presence_penalty=given.presence_penalty,
-        frequency_penalty=given.frequency_penalty,
-        repetition_penalty=repetition,
-        seed=given.seed if given.HasField("seed") else None,
-        logit_bias=dict(given.logit_bias),
+        **values,
+        seed=given(sampling, "seed", None),
+        logit_bias=dict(sampling.logit_bias),
         min_tokens=stopping.min_tokens,
         stop_token_ids=tuple(dict.fromkeys(stopping.stop_token_ids)),
         ignore_eos=stopping.ignore_eos,
         n=n,
-        top_logprobs=output.top_logprobs if output.HasField("top_logprobs") else None,
-        prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+        top_logprobs=given(output, "top_logprobs", None),
+        prompt_logprobs=given(output, "prompt_logprobs", None),
     )
 
 
