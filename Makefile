@@ -35,7 +35,7 @@ test-full: .venv/dev.stamp ## The long forms too, and the GPU's tests where ther
 
 soak: .venv/dev.stamp ## Random crowds on a tiny model, and 100,000 requests: SOAK_SECONDS=600 SOAK_SEED=1 SOAK_REQUESTS=100000
 	@SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) SOAK_REQUESTS=$(SOAK_REQUESTS) \
-		$(BIN)/pytest --log-cli-level=INFO tests/e2e/test_soak.py tests/engine/test_leaks.py
+		$(BIN)/pytest --log-cli-level=INFO --log-disable=httpx tests/e2e/test_soak.py tests/engine/test_leaks.py
 
 fuzz: .venv/dev.stamp ## Whatever can be sent, over HTTP and gRPC: FUZZ_EXAMPLES=500 FUZZ_SEED=1
 	@FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/pytest --timeout 7200 tests/e2e/test_fuzz.py
