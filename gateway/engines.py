@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fulcrum.client import open_channel, tls_options
+from fulcrum.client import keepalive, open_channel, tls_options
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc
 from gateway.config import GatewayConfig
@@ -25,8 +25,7 @@ MESSAGE_BYTES = 16 << 20  # the service's limit
 OPTIONS = [
     # Each channel its own connection: the engine may be several processes behind one port.
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    *keepalive(10, within=10),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),

@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 from prometheus_client.registry import Collector
 
 from engine.client import CoreClient, CoreDied
+from fulcrum.client import keepalive
 from fulcrum.tls import Identity, server_context, server_credentials
 from fulcrum.v1 import inference_pb2, inference_pb2_grpc
 from service.admin import AdminServicer
@@ -46,8 +47,7 @@ HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 
 # A dead peer is found after this long, and its requests are ended.
-_KEEPALIVE_MS = 30_000
-_KEEPALIVE_TIMEOUT_MS = 20_000
+_KEEPALIVE = keepalive(30, within=20)
 # What is left after the grace gets this long to hear its status.
 _LAST_WORDS_SECONDS = 1.0
 
@@ -190,8 +190,7 @@ def _new_server(config: ServiceConfig, guard: Guard) -> grpc.aio.Server:
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.so_reuseport", int(config.reuse_port)),
-        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+        *_KEEPALIVE,
         ("grpc.keepalive_permit_without_calls", 1),
         # A little below what is promised: a ping sent on time may follow its late predecessor closely.
         ("grpc.http2.max_pings_without_data", 0),

@@ -52,8 +52,22 @@ Event = Accepted | Started | PromptLogprobs | Delta | Finished | Usage
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
+
+def keepalive(every: float, within: float) -> tuple[tuple[str, int], ...]:
+    """Options of a channel or a server: a peer is pinged after `every` seconds of silence, and has `within` to answer.
+
+    gRPC's keepalive timeout finds a machine that is gone. A process that stands still takes bytes: only pings tell.
+    """
+    milliseconds = int(within * 1000)
+    return (
+        ("grpc.keepalive_time_ms", int(every * 1000)),
+        ("grpc.keepalive_timeout_ms", milliseconds),
+        ("grpc.http2.ping_timeout_ms", milliseconds),
+    )
+
+
 CHANNEL_OPTIONS = (
-    ("grpc.keepalive_time_ms", 30_000),
+    *keepalive(30, within=20),
     # The server bounds what it takes; its answers are as long as the caller asked for.
     ("grpc.max_receive_message_length", -1),
 )

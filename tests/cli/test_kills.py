@@ -328,3 +328,25 @@ def test_a_killed_process_comes_back(servers, workers: int, kill: Kill, await_en
         stats = next(reply.stats for reply in watch if not reply.stats.live_requests)
     assert (stats.running_sequences, stats.waiting_sequences, stats.used_pages) == (0, 0, 0)
     assert stats.free_pages + stats.cached_pages == stats.total_pages
+
+
+@pytest.mark.full
+def test_a_service_worker_that_stands_still_is_left_to_itself(servers) -> None:
+    served = servers(2)
+    victim = served.pids("service worker")[0]
+    streams = served.streams()
+    os.kill(victim, signal.SIGSTOP)
+    try:
+        until(lambda: any(stream.ended for stream in streams), 30, "no stream is given up")
+        ended = [stream for stream in streams if stream.ended]
+        assert {stream.ended[0] for stream in ended} == {"unavailable"}
+        assert 0 < len(ended) < len(streams) - 1
+        assert [served.complete(max_tokens=3).status_code for _ in range(8)] == [200] * 8
+    finally:
+        os.kill(victim, signal.SIGCONT)
+    for stream in streams:
+        stream.leave = True
+        stream.join(BACK)
+    with grpc.insecure_channel(served.admin) as channel:
+        watch = AdminServiceStub(channel).WatchStats(pb.WatchStatsRequest(interval_seconds=0.1), timeout=60)
+        assert not next(reply.stats.used_pages for reply in watch if not reply.stats.live_requests)

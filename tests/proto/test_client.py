@@ -12,9 +12,13 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from fulcrum.client import FulcrumClient, FulcrumError
+from fulcrum.client import FulcrumClient, FulcrumError, keepalive
 from fulcrum.v1 import inference_pb2 as pb
-from fulcrum.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+from fulcrum.v1.inference_pb2_grpc import (
+    InferenceServiceServicer,
+    InferenceServiceStub,
+    add_InferenceServiceServicer_to_server,
+)
 
 ANSWER = [
     pb.GenerateResponse(accepted=pb.Accepted(request_id="r1", model="m")),
@@ -297,3 +301,21 @@ async def test_unary_calls() -> None:
         with pytest.raises(FulcrumError) as caught:
             await client.detokenize(pb.DetokenizeRequest(token_ids=[1]))
     assert caught.value.code is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_server_that_stands_still_is_given_up() -> None:
+    async def stand_still(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))  # SETTINGS; what comes is taken by the system alone
+        await asyncio.Event().wait()
+
+    server = await asyncio.start_server(stand_still, "127.0.0.1", 0)
+    async with (
+        server,
+        grpc.aio.insecure_channel(
+            f"127.0.0.1:{server.sockets[0].getsockname()[1]}", options=keepalive(0.2, within=0.2)
+        ) as channel,
+    ):
+        call = InferenceServiceStub(channel).Generate(pb.GenerateRequest(), timeout=20)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

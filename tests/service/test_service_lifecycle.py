@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from engine.client import CoreDied
 from engine.request import FinishReason
+from fulcrum.client import keepalive
 from fulcrum.v1 import inference_pb2 as pb
 from service.errors import draining
 from service.figures import Figures
@@ -487,6 +488,16 @@ def ping_until(port, interval, count):
                 elif kind == 4 and not flags & 1:
                     sock.sendall(frame(4, b"", 1))
     return None
+
+
+async def test_a_client_that_stands_still_is_given_up(make_core, serving, monkeypatch):
+    monkeypatch.setattr("service.server._KEEPALIVE", keepalive(1.0, within=0.2))  # a server asks no sooner
+    async with serving(make_core()) as server, asyncio.timeout(20):
+        host, port = server.addresses.address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b""))
+        await reader.read()  # to the end
+        writer.close()
 
 
 async def test_pings_without_calls_are_tolerated_down_to_the_interval(make_core, serving):
