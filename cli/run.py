@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from cli import banner, logs, processes, settings
+from cli import banner, processes, settings
 from cli.child import Parent
 from cli.report import EngineReport
 from cli.settings import Params
 from cli.signals import Stopped, StopSignals, unless
 from engine.kept import ProcessDied
+from telemetry import logs
 
 if TYPE_CHECKING:
     from engine import LLM

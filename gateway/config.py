@@ -8,11 +8,9 @@ import grpc
 
 from fulcrum.keys import KeyRing
 from fulcrum.tls import Identity, channel_credentials, identity
-from telemetry.logs import FORMATS
 from telemetry.tracing import check_endpoint
 
 MIB = 1 << 20
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +40,6 @@ class GatewayConfig:
         channels_per_engine: connections to each engine (several reach the processes behind one port).
         shutdown_seconds: how long running requests may go on after a stop signal.
         access_log: write a line for each request.
-        log_level: least level that is logged: debug, info, warning or error.
-        log_format: "text" or "json" (telemetry.logs).
         otlp_endpoint: where traces are sent (telemetry.tracing; None: nowhere).
     """
 
@@ -70,8 +66,6 @@ class GatewayConfig:
     channels_per_engine: int = 4
     shutdown_seconds: int = 30
     access_log: bool = False
-    log_level: str = "info"
-    log_format: str = "text"
     otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
@@ -79,10 +73,6 @@ class GatewayConfig:
         for name in ("max_body_bytes", "max_prompts", "channels_per_engine"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.log_level not in LOG_LEVELS:
-            raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
-        if self.log_format not in FORMATS:
-            raise ValueError(f"log_format must be one of {', '.join(FORMATS)}, not {self.log_format!r}")
         check_endpoint(self.otlp_endpoint)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be 0 to 65535, not {self.port}")

@@ -27,6 +27,7 @@ LABEL_LENGTH = 128
 CLIENT_GONE = 499
 
 access = logging.getLogger("gateway.access")
+access.setLevel(logging.INFO)  # it is asked for by a switch of its own
 
 
 class Edge:

@@ -11,34 +11,11 @@ import uvicorn
 from fulcrum.tls import Identity, server_context
 from gateway.config import GatewayConfig
 from gateway.protocol import BoundedHttp
-from telemetry.logs import formatter
 
 BACKLOG = 2048
 # Longer than clients and balancers keep idle connections, so that none is closed under a request.
 KEEP_ALIVE_SECONDS = 75
 START_FAILED = 3
-
-
-def logging_of(config: GatewayConfig) -> dict[str, Any]:
-    """The form and the levels of the log. The access log is asked for by a switch of its own."""
-    level = config.log_level.upper()
-    loggers = {
-        "gateway": level,
-        "fulcrum": level,
-        "telemetry": level,
-        "uvicorn.error": "ERROR" if level == "ERROR" else "WARNING",
-        "gateway.access": "INFO",
-    }
-    loggers["opentelemetry"] = loggers["uvicorn.error"]
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {"line": {"()": formatter, "form": config.log_format, "process": "gateway"}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
-        "loggers": {
-            name: {"handlers": ["stderr"], "level": level, "propagate": False} for name, level in loggers.items()
-        },
-    }
 
 
 def serve(
@@ -73,7 +50,7 @@ def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
         http=functools.partial(BoundedHttp, head_seconds=config.arrival_seconds),  # type: ignore[arg-type]
         ws="none",
         lifespan="on",
-        log_config=logging_of(config),
+        log_config=None,
         access_log=False,  # ours knows the label, and who has gone (gateway/edge.py)
         proxy_headers=False,
         server_header=False,

@@ -8,6 +8,15 @@ from typing import Any
 FORMATS = ("text", "json")
 
 
+def configure(level: str, form: str, process: str) -> None:
+    """Sends this process's log to standard error. Raises: ValueError for a level that is none."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter(form, process))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for noisy in ("httpx", "httpcore", "huggingface_hub", "opentelemetry", "uvicorn"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
 def formatter(form: str, process: str) -> logging.Formatter:
     """One of FORMATS, for a process of this name."""
     if form == "json":

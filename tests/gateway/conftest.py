@@ -34,7 +34,9 @@ import json, socket, sys
 from pathlib import Path
 from gateway.config import GatewayConfig
 from gateway.server import serve
+from telemetry.logs import configure
 settings = json.loads(sys.argv[1])
+configure(settings.pop("log_level", "info"), "text", "gateway")
 settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
 files = ("api_key_file", "https_cert", "https_key", "https_client_ca", "engine_ca")
 settings |= {k: Path(settings[k]) for k in files if k in settings}

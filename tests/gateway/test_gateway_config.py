@@ -37,7 +37,6 @@ def test_loopback_needs_none(host):
         ("request_timeout", float("nan")),
         ("request_timeout", float("inf")),
         ("heartbeat_seconds", 0.0),
-        ("log_level", "loud"),
         ("shutdown_seconds", -1),
         ("engines", ()),
         ("engines", ("",)),
