@@ -2,13 +2,11 @@
 
 import functools
 import socket
-import ssl
 from collections.abc import Callable
-from typing import Any
 
 import uvicorn
 
-from fulcrum.tls import Identity, server_context
+from fulcrum.tls import server_context
 from gateway.config import GatewayConfig
 from gateway.protocol import BoundedHttp
 
@@ -30,21 +28,11 @@ def serve(
 
     Raises: OSError when the address cannot be bound; SystemExit when the application does not start.
     """
-    with listener or listen(config.host, config.port) as shared:
-        if on_bound is not None:
-            on_bound(config.host, shared.getsockname()[1])
-        server = uvicorn.Server(uvicorn_config(config))
-        server.run(sockets=[shared])
-        if not server.started:
-            raise SystemExit(START_FAILED)
+    from gateway.app import create_app  # it takes a second, and who only listens serves nothing
 
-
-def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
-    """The server's settings."""
     identity = config.identity()
-    return uvicorn.Config(
-        functools.partial(create, config),
-        factory=True,
+    settings = uvicorn.Config(
+        create_app(config),
         loop="uvloop",
         # Its type is said to be a class; what uvicorn does is to call it.
         http=functools.partial(BoundedHttp, head_seconds=config.arrival_seconds),  # type: ignore[arg-type]
@@ -56,20 +44,15 @@ def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=config.shutdown_seconds,
-        ssl_context_factory=None if identity is None else functools.partial(https_context, identity),
+        ssl_context_factory=None if identity is None else lambda *_: server_context(identity),
     )
-
-
-def https_context(identity: Identity, *_: object) -> ssl.SSLContext:
-    """Called in the process that serves."""
-    return server_context(identity)
-
-
-def create(config: GatewayConfig) -> Any:
-    """Makes the application, importing it only in the process that serves it."""
-    from gateway.app import create_app
-
-    return create_app(config)
+    with listener or listen(config.host, config.port) as shared:
+        if on_bound is not None:
+            on_bound(config.host, shared.getsockname()[1])
+        server = uvicorn.Server(settings)
+        server.run(sockets=[shared])
+        if not server.started:
+            raise SystemExit(START_FAILED)
 
 
 def listen(host: str, port: int) -> socket.socket:
