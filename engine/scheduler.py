@@ -331,11 +331,13 @@ class Scheduler:
         kept = self._watermark if self.num_running else 0
         if self._cache.available <= kept:
             return False
-        self._cache.acquire(sequence)
+        self._cache.lock(sequence)
         gap = sequence.num_tokens - sequence.num_computed
         whole = self._config.chunked_prefill or gap <= plan.budget or plan.budget == self._budget
         wanted = sequence.max_length if self._reserve else sequence.num_tokens
-        if whole and self._cache.available - self._cache.missing(sequence, wanted) >= kept:
+        missing = self._cache.missing(sequence, wanted - sequence.num_computed)
+        if whole and self._cache.available - missing >= kept:
+            self._cache.acquire(sequence)
             return True
         self._cache.release(sequence)
         return False

@@ -6,7 +6,7 @@ from dataclasses import InitVar, dataclass, field
 
 import msgspec
 
-from engine.cache.radix import Node
+from engine.cache.radix import Found, Node
 from engine.grammar import GrammarMatcher
 from engine.ngram import NGrams, PromptRuns
 from engine.request import FinishReason, Request
@@ -61,6 +61,7 @@ class Sequence:
         row: the runner's row, -1 without one. Row, pages and node are held until no step in flight uses them.
         pages: the page table; only ever appended to.
         node: where its cached prefix ends in the tree (locked); None if it does not use the prefix cache.
+        found: where its cached prefix was found last; it is looked up from there on.
         last_step: id of the last step that it has part in.
         void_through: samples of steps up to this one are not of its text (they read pages of a failed step).
         overtaken: how often a later one was admitted while this one did not fit.
@@ -89,6 +90,7 @@ class Sequence:
     row: int = -1
     pages: list[int] = field(default_factory=list)
     node: Node | None = None
+    found: Found | None = None
     last_step: int = -1
     void_through: int = -1
     overtaken: int = 0

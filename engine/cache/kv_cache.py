@@ -58,16 +58,25 @@ class KVCache:
         """Pages that the sequence lacks to hold its first `tokens` tokens (not positive: none)."""
         return -(-tokens // self.page_size) - len(sequence.pages)
 
-    def acquire(self, sequence: Sequence) -> None:
-        """Begins a page table with the longest cached prefix of all tokens before the first whose logits are wanted."""
+    def lock(self, sequence: Sequence) -> None:
+        """Locks the longest cached prefix of all tokens before the first whose logits are wanted, for `acquire`."""
         if self._uses_tree(sequence):
-            sequence.node, sequence.pages = self._tree.acquire(*self._prefix(sequence))
+            sequence.found = found = self._tree.acquire(*self._prefix(sequence), sequence.found)
+            sequence.node = found.node
+            sequence.num_computed = sequence.num_cached = found.pages * self.page_size
+
+    def acquire(self, sequence: Sequence) -> None:
+        """Begins a page table with the prefix that has been locked."""
+        if sequence.node is not None:
+            sequence.pages = self._tree.prefix(sequence.node)
             self._pool.share(sequence.pages)
-            sequence.num_computed = sequence.num_cached = len(sequence.pages) * self.page_size
 
     def hit(self, sequence: Sequence) -> int:
-        """Tokens that `acquire` would find cached."""
-        return self._tree.match(*self._prefix(sequence)) * self.page_size if self._uses_tree(sequence) else 0
+        """Tokens that `lock` would find cached."""
+        if not self._uses_tree(sequence):
+            return 0
+        sequence.found = self._tree.find(*self._prefix(sequence), sequence.found)
+        return sequence.found.pages * self.page_size
 
     def _uses_tree(self, sequence: Sequence) -> bool:
         return self._prefix_cache and not sequence.request.bypass_cache

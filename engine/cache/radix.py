@@ -8,11 +8,14 @@ What holds always:
 - `_idle` lists the unlocked nodes, least recently used first and every child before its parent: a path is unlocked from
   its deepest node upwards, and a node is unlocked only when all below it are. So its first entry is always the least
   recently used leaf (of equally old ones the deepest), and eviction never searches.
+- The pages at a place of a node never change: a leaf that was cut by eviction grows no more, a split leaves the end to
+  the old node, and what leaves the tree has no pages. So where a prefix was found (`Found`) stays good to begin at.
 """
 
 import heapq
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from engine.cache.pool import PagePool, check
@@ -43,10 +46,11 @@ class Node:
         children: by their first key.
         locks: sequences whose cached prefix ends here or below.
         hits: requests that began with it, or with its beginning; never more than its parent has.
-        detached: withdrawn from the tree; lives on as the lock of sequences that still have it.
+        detached: not in the tree any more; lives on as the lock of sequences that still have it.
+        cut: pages were evicted from its end.
     """
 
-    __slots__ = ("children", "detached", "hits", "keys", "locks", "pages", "parent", "start")
+    __slots__ = ("children", "cut", "detached", "hits", "keys", "locks", "pages", "parent", "start")
 
     def __init__(
         self, parent: "Node | None", start: int, keys: list[Hashable], pages: list[int], locks: int = 0
@@ -58,7 +62,19 @@ class Node:
         self.children: dict[Hashable, Node] = {}
         self.locks = locks
         self.hits = 0
-        self.detached = False
+        self.detached = self.cut = False
+
+    @property
+    def end(self) -> int:
+        """Pages from the root to the end of this run."""
+        return self.start + len(self.pages)
+
+
+class Found(NamedTuple):
+    """Where a prefix of so many pages ends: in `node`, which may go on."""
+
+    node: Node
+    pages: int
 
 
 class RadixTree:
@@ -71,21 +87,36 @@ class RadixTree:
         self._idle: OrderedDict[Node, None] = OrderedDict()
         self.num_idle = 0  # pages of the unlocked nodes: what `evict` can give back
 
-    def acquire(self, salt: str, tokens: Sequence[int], limit: int) -> tuple[Node, list[int]]:
-        """The longest cached prefix of `tokens`, at most `limit` pages, locked.
+    def find(self, salt: str, tokens: Sequence[int], limit: int, known: Found | None = None) -> Found:
+        """The longest cached prefix of `tokens`, at most `limit` pages; nothing is locked, split or made more recent.
 
-        Returns: the node that it ends in (give it back with `unlock`), and its pages (share them to keep them).
+        Args:
+            known: what was found of these tokens, or of their beginning, at any time before; it is not compared again.
         """
-        node, pages = self._root, list[int]()
-        for child, length in self._walk(node, salt, tokens, 0, limit):
-            node = self._split(child, length)
-            pages += node.pages
-        self.lock(node)
-        return node, pages
+        node, at = known or (self._root, 0)
+        at = min(at, limit)
+        while node.parent is not None and (at := min(at, node.end)) <= node.start:
+            node = node.parent
+        while True:
+            keys, start, end = node.keys, node.start, min(limit, node.end)
+            while at < end and keys[at - start] == self._key(salt, tokens, at):
+                at += 1
+            whole = at == node.end and at < limit
+            child = node.children.get(self._key(salt, tokens, at)) if whole else None
+            if child is None:
+                return Found(node, at)
+            node, at = child, at + 1
 
-    def match(self, salt: str, tokens: Sequence[int], limit: int) -> int:
-        """How many pages `acquire` would find; nothing is locked, split or made more recent."""
-        return sum(length for _, length in self._walk(self._root, salt, tokens, 0, limit))
+    def acquire(self, salt: str, tokens: Sequence[int], limit: int, known: Found | None = None) -> Found:
+        """What `find` finds, locked: give its node, which ends there now, back with `unlock`."""
+        node, pages = self.find(salt, tokens, limit, known)
+        node = self._split(node, pages - node.start)
+        self.lock(node)
+        return Found(node, pages)
+
+    def prefix(self, node: Node) -> list[int]:
+        """The pages of the prefix that ends in `node`."""
+        return [*chain.from_iterable(step.pages for step in reversed([*_upwards(node)]))]
 
     def extend(self, node: Node, salt: str, tokens: Sequence[int], pages: Sequence[int]) -> Node:
         """Puts the pages that follow the prefix ending in `node` into the tree, and moves the caller's lock to the end.
@@ -97,17 +128,16 @@ class RadixTree:
         """
         if node.detached:
             return node
-        first = at = node.start + len(node.pages)
-        end = first + len(pages)
-        for child, length in self._walk(node, salt, tokens, first, end):
-            node = self._split(child, length)
-            self._lock_one(node)
-            at += length
+        held, first, at, end = node, node.end, node.end, node.end + len(pages)
+        if node.children:
+            node, at = self.find(salt, tokens, end, Found(node, first))
+            node = self._split(node, at - node.start)
+            self.lock(node, held)
         if at < end:
             keys = [self._key(salt, tokens, index) for index in range(at, end)]
             added = list(pages[at - first :])
             self._pool.share(added)
-            if node.locks == 1 and not node.children and node is not self._root:
+            if node.locks == 1 and not node.children and not node.cut and node is not self._root:
                 node.keys += keys  # nobody else ends in this leaf: it grows
                 node.pages += added
             else:
@@ -116,10 +146,13 @@ class RadixTree:
                 node = child
         return node
 
-    def lock(self, node: Node) -> None:
-        """One more sequence has its cached prefix end in `node`."""
-        for step in _upwards(node):
-            self._lock_one(step)
+    def lock(self, node: Node, above: Node | None = None) -> None:
+        """One more sequence has its cached prefix end in `node` (and not in `above`, from which on it was locked)."""
+        for step in _upwards(node, above):
+            if not step.locks and step in self._idle:
+                del self._idle[step]
+                self.num_idle -= len(step.pages)
+            step.locks += 1
 
     def unlock(self, node: Node) -> None:
         """A sequence lets go of the prefix that ends in `node`; it becomes the most recently used."""
@@ -139,17 +172,15 @@ class RadixTree:
         """Gives back up to `count` pages: the tails of the least recently used unlocked leaves."""
         while count > 0 and self._idle:
             leaf = next(iter(self._idle))
-            kept = max(len(leaf.pages) - count, 0)
-            evicted = leaf.pages[kept:]
-            self._pool.release(evicted)
-            count -= len(evicted)
-            self.num_idle -= len(evicted)
-            if kept:
+            kept = len(leaf.pages) - count
+            if kept > 0:
+                self._pool.release(leaf.pages[kept:])
+                self.num_idle -= count
                 del leaf.keys[kept:], leaf.pages[kept:]
-            else:
-                del self._idle[leaf]
-                assert leaf.parent is not None  # the root is never idle
-                del leaf.parent.children[leaf.keys[0]]
+                leaf.cut = True
+                return
+            count = -kept
+            self._detach(leaf)
 
     def withdraw(self, node: Node, first: int) -> None:
         """Takes pages `first` and after of the prefix that ends in `node`, with all below them, out of the tree.
@@ -158,7 +189,7 @@ class RadixTree:
         """
         while node.parent is not None and node.start > first:
             node = node.parent
-        if node.parent is None or first >= node.start + len(node.pages):
+        if node.parent is None or first >= node.end:
             return  # it is not there, or not any more (a detached node has no pages)
         if first > node.start:
             self._split(node, first - node.start)
@@ -173,21 +204,6 @@ class RadixTree:
         """What page `index` is found by; the first page carries the salt, so that all below belong to one tenant."""
         ids = tuple(tokens[index * self._page_size : (index + 1) * self._page_size])
         return ids if index else (salt, ids)
-
-    def _walk(self, node: Node, salt: str, tokens: Sequence[int], at: int, end: int) -> Iterator[tuple[Node, int]]:
-        """The way of `tokens` below `node`, from page `at` to page `end`: each child, and how many of its pages agree.
-
-        The last may be one of which not all do; the caller may split it there.
-        """
-        while at < end and (child := node.children.get(self._key(salt, tokens, at))) is not None:
-            length, most = 1, min(len(child.pages), end - at)
-            while length < most and child.keys[length] == self._key(salt, tokens, at + length):
-                length += 1
-            ends = length < len(child.pages)
-            yield child, length
-            if ends:
-                return
-            node, at = child, at + length
 
     def _split(self, node: Node, length: int) -> Node:
         """Parts the first `length` pages off into a new parent of `node`, and returns it; `node` if it has no more.
@@ -208,12 +224,6 @@ class RadixTree:
         node.parent = upper
         upper.children[node.keys[0]] = node
         return upper
-
-    def _lock_one(self, node: Node) -> None:
-        if not node.locks and node in self._idle:
-            del self._idle[node]
-            self.num_idle -= len(node.pages)
-        node.locks += 1
 
     def _detach(self, node: Node) -> None:
         assert node.parent is not None  # the root stays
@@ -276,7 +286,7 @@ class RadixTree:
             check(whole, "a node in the tree is detached or has unequal keys and pages")
             for key, child in node.children.items():
                 found_by = child.parent, child.keys[0], child.start
-                check(found_by == (node, key, node.start + len(node.pages)), "a node is not where its parent has it")
+                check(found_by == (node, key, node.end), "a node is not where its parent has it")
                 check(child.hits <= node.hits, "a node has more hits than its parent")
             unlocked = not node.locks and node is not self._root
             check((node in place) == unlocked, "unlocked and idle are not the same nodes")
@@ -290,8 +300,8 @@ class RadixTree:
         check(right, "the idle pages are not what the idle nodes have")
 
 
-def _upwards(node: Node | None) -> Iterator[Node]:
-    """The node and all above it."""
-    while node is not None:
+def _upwards(node: Node | None, above: Node | None = None) -> Iterator[Node]:
+    """The node and all above it, up to one that is not among them (None: the root is)."""
+    while node is not above and node is not None:
         yield node
         node = node.parent

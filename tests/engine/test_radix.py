@@ -1,7 +1,7 @@
 """The radix tree: longest prefixes, splits, locks, eviction order; and its equality with a flat model page by page."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
@@ -21,8 +21,8 @@ class Shelf:
     def put(self, tokens: list[int], salt: str = "") -> list[int]:
         """Computes and caches all full pages of `tokens`, and lets them go. Returns the cached pages of the prefix."""
         end = len(tokens) // PAGE
-        node, pages = self.tree.acquire(salt, tokens, end)
-        fresh = self.pool.take(end - len(pages))
+        node, cached = self.tree.acquire(salt, tokens, end)
+        pages, fresh = self.tree.prefix(node), self.pool.take(end - cached)
         node = self.tree.extend(node, salt, tokens, fresh)
         self.tree.unlock(node)
         self.pool.release(fresh)
@@ -32,7 +32,7 @@ class Shelf:
         """How many pages are found (which makes them the most recently used)."""
         node, pages = self.tree.acquire(salt, tokens, len(tokens) // PAGE)
         self.tree.unlock(node)
-        return len(pages)
+        return pages
 
     def check(self, locked=()) -> None:
         self.tree.check_integrity(list(locked))
@@ -45,7 +45,7 @@ def test_the_longest_prefix_is_found_in_full_pages():
     assert shelf.tree.num_idle == 3
     for tokens, found in [([1, 2, 3, 4, 5, 6, 9, 9], 3), ([1, 2, 3, 4, 9, 9], 2), ([1, 2, 3], 1), ([1, 9], 0), ([], 0)]:
         node, got = shelf.tree.acquire("", tokens, len(tokens) // PAGE)
-        assert got == pages[:found]
+        assert (got, shelf.tree.prefix(node)) == (found, pages[:found])
         shelf.tree.unlock(node)
         shelf.check()
 
@@ -53,8 +53,8 @@ def test_the_longest_prefix_is_found_in_full_pages():
 def test_a_limit_cuts_the_match():
     shelf = Shelf()
     pages = shelf.put([1, 2, 3, 4, 5, 6])
-    node, got = shelf.tree.acquire("", [1, 2, 3, 4, 5, 6], 2)
-    assert got == pages[:2]
+    node, _ = shelf.tree.acquire("", [1, 2, 3, 4, 5, 6], 2)
+    assert shelf.tree.prefix(node) == pages[:2]
     shelf.check([node])
     shelf.tree.evict(32)
     assert shelf.pool.num_free == 30, "what is locked is just what was matched"
@@ -64,10 +64,10 @@ def test_a_partial_match_is_split_before_it_is_locked():
     """Bugs 11: the matched part is locked, the rest may be evicted, and the node matched last is not."""
     shelf = Shelf()
     pages = shelf.put([1, 2, 3, 4, 5, 6, 7, 8])
-    node, got = shelf.tree.acquire("", [1, 2, 3, 4, 0, 0], 3)
+    node, _ = shelf.tree.acquire("", [1, 2, 3, 4, 0, 0], 3)
     shelf.tree.evict(32)
     shelf.check([node])
-    assert got == pages[:2]
+    assert shelf.tree.prefix(node) == pages[:2]
     assert [shelf.pool.references(page) for page in pages] == [1, 1, 0, 0]
     shelf.tree.unlock(node)
     shelf.tree.evict(32)
@@ -168,7 +168,8 @@ def test_withdrawn_pages_are_found_no_more_but_stay_with_their_holders():
     tokens = [1, 2, 3, 4, 5, 6]
     pages = shelf.put(tokens)
     branch = shelf.put([1, 2, 3, 4, 9, 9])
-    reader, got = shelf.tree.acquire("", [1, 2, 3, 4, 9, 9], 3)
+    reader, _ = shelf.tree.acquire("", [1, 2, 3, 4, 9, 9], 3)
+    got = shelf.tree.prefix(reader)
     shelf.pool.share(got)
     holder, _ = shelf.tree.acquire("", tokens, 3)
     shelf.tree.withdraw(holder, 1)
@@ -205,7 +206,8 @@ def test_clear_forgets_pages_in_use_too():
     tokens = [1, 2, 3, 4]
     shelf.put(tokens)
     shelf.put([9, 9])
-    node, got = shelf.tree.acquire("", tokens, 1)
+    node, _ = shelf.tree.acquire("", tokens, 1)
+    got = shelf.tree.prefix(node)
     shelf.pool.share(got)
     shelf.tree.clear()
     assert shelf.pool.num_free == 31
@@ -214,12 +216,78 @@ def test_clear_forgets_pages_in_use_too():
     shelf.tree.check_integrity([])
 
 
+def test_a_prefix_is_looked_up_from_where_it_was_found(monkeypatch):
+    """Of 100 pages none is compared again, also when the node was split; what was evicted is, once it is back."""
+    shelf, tokens, compared = Shelf(300), list(range(200)), []
+    key = RadixTree._key
+    monkeypatch.setattr(RadixTree, "_key", lambda self, *rest: compared.append(rest[-1]) or key(self, *rest))
+    shelf.put(tokens)
+    known = shelf.tree.find("", tokens, 100)
+
+    def looked_up() -> tuple[int, list[int]]:
+        compared.clear()
+        return shelf.tree.find("", tokens, 100, known).pages, compared
+
+    assert looked_up() == (100, [])
+    shelf.put([*tokens[:100], 7, 7])
+    assert looked_up() == (100, [])
+    shelf.tree.evict(61)  # the 50 of the part split off, the other's one, and 10 of what both began with
+    assert looked_up() == (40, [40])
+    shelf.put([*tokens[:80], *([7] * 40)])
+    assert looked_up() == (40, [40]), "what was cut may go on in another way"
+    shelf.put(tokens)
+    assert looked_up() == (100, list(range(40, 100)))
+    shelf.tree.clear()
+    assert looked_up() == (0, [0])
+
+
 def test_unlocking_more_often_than_locking_is_an_error():
     shelf = Shelf()
     node, _ = shelf.tree.acquire("", [1, 2], 1)
     shelf.tree.unlock(node)
     with pytest.raises(IntegrityError):
         shelf.tree.unlock(node)
+
+
+EVENTS = ("put", "hold", "go on", "let go", "evict", "withdraw", "clear")
+EVENT = st.tuples(st.sampled_from(EVENTS), st.integers(0, 5), st.integers(0, 4), st.integers(1, 5))
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(EVENT, max_size=40))
+def test_what_was_found_at_any_time_does_not_change_what_is_found(events):
+    """Texts begin with some zeros and go on with some twos or threes, so that they part and meet in the same places."""
+    shelf, held = Shelf(), list[tuple]()
+    known: dict[tuple[int, ...], list] = {}
+
+    def find(tokens, *earlier):
+        return shelf.tree.find("", tokens, len(tokens) // PAGE, *earlier)
+
+    for kind, zeros, others, count in events:
+        tokens = (*[0] * zeros * PAGE, *[2 + count % 2] * others * PAGE)
+        match kind:
+            case "put":
+                shelf.put(tokens)
+            case "hold":
+                held.append((shelf.tree.acquire("", tokens, count).node, tokens))
+            case "go on" if held:
+                node, tokens = held.pop(0)
+                tokens = (*tokens[: node.end * PAGE], *[others] * count * PAGE)
+                fresh = shelf.pool.take(count) if shelf.pool.num_free >= count else []
+                held.append((shelf.tree.extend(node, "", tokens, fresh), tokens))
+                shelf.pool.release(fresh)
+            case "let go" if held:
+                shelf.tree.unlock(held.pop(0)[0])
+            case "evict":
+                shelf.tree.evict(count)
+            case "withdraw" if held:
+                shelf.tree.withdraw(held[0][0], count)
+            case "clear" if count == 1:
+                shelf.tree.clear()
+        known.setdefault(tokens, []).append(find(tokens))
+        for begin, earlier in known.items():
+            assert all(find(begin, one) == find(begin) for one in earlier)
+            assert find((*begin, *tokens), earlier[-1]) == find((*begin, *tokens))
 
 
 class TreeMachine(RuleBasedStateMachine):
@@ -246,17 +314,17 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(tokens=tokens, limit=st.integers(0, 8))
     def acquire(self, tokens, limit):
         limit = min(limit, len(tokens) // PAGE)
-        matched = self.tree.match("", tokens, limit)
+        found = self.tree.find("", tokens, limit)
         node, pages = self.tree.acquire("", tokens, limit)
-        assert matched == len(pages)
+        assert found.pages == pages
         expected = []
         for prefix in self._prefixes(tokens, limit):
             if prefix not in self.pages:
                 break
             expected.append(self.pages[prefix])
             self.locks[prefix] += 1
-        assert pages == expected
-        self.holders.append([node, tokens, len(pages), True])
+        assert self.tree.prefix(node) == expected
+        self.holders.append([node, tokens, pages, True])
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data(), count=st.integers(1, 4))

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from engine.cache.radix import RadixTree
 from engine.request import FinishReason, RejectReason, Request, RequestRejected, SamplingParams
 from engine.scheduler import Scheduler
 from engine.step import Sample, StepResult
@@ -500,6 +501,23 @@ def test_a_huge_prompt_is_overtaken_for_a_while_and_then_waited_for(harness):
         engine.turn()
     engine.run().check_outputs()
     assert 10 < engine.order.index("huge") - 1 <= MAX_OVERTAKEN
+
+
+def test_a_prompt_that_waits_for_pages_is_not_compared_anew_in_each_step(harness, monkeypatch):
+    engine, compared = harness(num_pages=40), []
+    engine.add("first", prompt(80), max_tokens=1)
+    engine.run()
+    engine.add("runs", prompt(60, 3), max_tokens=20, ignore_eos=True)
+    engine.turn()
+    engine.add("waits", [*prompt(80), *prompt(40, 5)], max_tokens=1)
+    engine.turn()
+    key = RadixTree._key
+    monkeypatch.setattr(RadixTree, "_key", lambda self, *rest: compared.append(rest) or key(self, *rest))
+    engine.turn()
+    assert len(compared) <= 2, "20 of its 30 pages are cached"
+    engine.run().check_outputs()
+    assert engine.order == ["first", "runs", "waits"]
+    assert engine.cached["waits"] == 80
 
 
 def test_without_look_ahead_nobody_is_admitted_past_one_that_does_not_fit(harness):
