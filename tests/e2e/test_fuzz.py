@@ -48,26 +48,48 @@ def fuzzed(
     assert "Traceback" not in told, told[-4000:]
 
 
-@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["valid", "invalid"])
-@pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"]
-)
-def test_http(fuzzed: Any, path: str, mode: GenerationMode) -> None:
+POSTS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"]
+OPERATIONS = [
+    *(pytest.param("POST", path, GenerationMode.POSITIVE, id=f"{path}-valid") for path in POSTS),
+    *(pytest.param("POST", path, GenerationMode.NEGATIVE, id=f"{path}-invalid") for path in POSTS),
+    pytest.param("GET", "/v1/models/{id}", GenerationMode.POSITIVE, id="/v1/models/{id}"),
+]
+
+
+def whole(value: Any) -> Any:
+    """The same with 1 for 1.0, which is an integer too for JSON Schema alone."""
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case dict():
+            return {key: whole(each) for key, each in value.items()}
+        case list():
+            return list(map(whole, value))
+    return value
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
+def test_http(fuzzed: Any, method: str, path: str, mode: GenerationMode) -> None:
     schema = schemathesis.openapi.from_url(f"{fuzzed.http}/openapi.json")
 
     @seed(SEED)
     @bounded
-    @given(case=schema[path]["POST"].as_strategy(generation_mode=mode), known=st.booleans())
-    def send(case: Any, known: bool) -> None:
-        if known and isinstance(case.body, dict):
-            case.body["model"] = MODEL
+    @given(
+        case=schema[path][method].as_strategy(generation_mode=mode),
+        prompt=st.sampled_from([None, "x", ["x", "yz"], [1, 2], [[1], [2, 3]]]),
+    )
+    def send(case: Any, prompt: Any) -> None:
+        if prompt is not None and isinstance(case.body, dict):  # more of it is as it should be
+            case.body = whole(case.body) | {"model": MODEL} | ({"prompt": prompt} if path == "/v1/completions" else {})
         response = case.call(timeout=SECONDS)
         assert response.status_code < 500 or response.status_code in (501, 504), (response.status_code, response.text)
         if response.status_code >= 400:
             error = response.json()["error"]
             assert error.keys() == {"message", "type", "param", "code"}
             assert error["message"]
-        elif "text/event-stream" not in str(response.headers["content-type"]):
+        elif "text/event-stream" in str(response.headers["content-type"]):
+            assert '"internal_error"' not in response.text
+        else:
             response.json()
 
     send()
@@ -91,11 +113,11 @@ TEXTS = st.one_of(
 
 
 @st.composite
-def messages(draw: st.DrawFn, kind: type[Message], depth: int = 0) -> Message:
-    """Any message of the kind: each field is set or not, to values at the edges of what it may hold."""
+def messages(draw: st.DrawFn, kind: type[Message], eighths: int = 6, depth: int = 0) -> Message:
+    """Any message of the kind: each field is set, to values at the edges of what it may hold, in so many eighths."""
     message = kind()
     for field in kind.DESCRIPTOR.fields:
-        if draw(st.integers(0, 2)) == 0 or depth > 4:
+        if draw(st.integers(0, 7)) >= eighths or depth > 4:
             continue
         of_message = field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE
         if of_message and field.message_type.GetOptions().map_entry:
@@ -103,17 +125,36 @@ def messages(draw: st.DrawFn, kind: type[Message], depth: int = 0) -> Message:
             key, value = (draw(_scalar(parts[name])) for name in ("key", "value"))
             getattr(message, field.name)[key] = value
         elif field.is_repeated:
-            values = _part(field, depth) if of_message else _scalar(field)
+            values = _part(field, eighths, depth) if of_message else _scalar(field)
             getattr(message, field.name).extend(draw(st.lists(values, max_size=3)))
         elif of_message:
-            getattr(message, field.name).CopyFrom(draw(_part(field, depth)))
+            getattr(message, field.name).CopyFrom(draw(_part(field, eighths, depth)))
         else:
             setattr(message, field.name, draw(_scalar(field)))
     return message
 
 
-def _part(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Message]:
-    return messages(GetMessageClass(field.message_type), depth + 1)
+def _part(field: FieldDescriptor, eighths: int, depth: int) -> st.SearchStrategy[Message]:
+    return messages(GetMessageClass(field.message_type), eighths, depth + 1)
+
+
+# What is taken by itself: some of it is then set to anything.
+TAKEN = {
+    "GenerateRequest": pb.GenerateRequest(text="x", stopping=pb.StoppingCriteria(max_tokens=5)),
+    "TokenizeRequest": pb.TokenizeRequest(text="x"),
+    "DetokenizeRequest": pb.DetokenizeRequest(token_ids=[120]),
+}
+
+
+@st.composite
+def requests(draw: st.DrawFn, kind: type[Message]) -> Message:
+    """As good as anything, or a good one with some fields at the edges."""
+    if draw(st.booleans()):
+        return draw(messages(kind))
+    request = kind()
+    request.MergeFrom(TAKEN.get(kind.DESCRIPTOR.name, request))
+    request.MergeFrom(draw(messages(kind, eighths=1)))
+    return request
 
 
 def _scalar(field: FieldDescriptor) -> st.SearchStrategy[Any]:
@@ -128,7 +169,7 @@ METHODS = [
     (service, method.name)
     for service in SERVICES
     for method in SERVICES[service].methods
-    if method.name not in ("Drain", "WatchStats")  # which end the server, and never end
+    if method.name != "Drain"  # which ends the server
 ]
 
 
@@ -144,14 +185,15 @@ def test_grpc(fuzzed: Any, service: str, name: str) -> None:
             code, details = grpc.StatusCode.OK, ""
             try:
                 answer = call(path, request_serializer=None, response_deserializer=None)(payload, timeout=SECONDS)
-                _ = list(answer) if method.server_streaming else answer
+                if method.server_streaming:
+                    _ = next(answer) if name == "WatchStats" else list(answer)
             except grpc.RpcError as error:
                 code, details = error.code(), error.details()
             assert code not in FAULTS, (code, details)
 
         @seed(SEED)
         @bounded
-        @given(request=messages(kind), known=st.booleans())
+        @given(request=requests(kind), known=st.booleans())
         def send_message(request: Any, known: bool) -> None:
             if known and hasattr(request, "model"):
                 request.model = MODEL
