@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import grpc
 
 from fulcrum.v1 import inference_pb2 as pb
+from gateway.choices_format import REASONS, TokenCounts
 from gateway.engines import CallContext, EnginePool, Generation, Read
 from gateway.errors import internal_error
-from gateway.sse import REASONS, TokenCounts
 
 Merged = asyncio.Queue[tuple[int, pb.GenerateResponse | grpc.aio.AioRpcError | None]]
 

@@ -8,7 +8,7 @@ import os
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from gateway.sse import TokenCounts
+from gateway.choices_format import TokenCounts
 from telemetry.expiry import Certificates
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

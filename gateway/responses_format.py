@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from fulcrum.v1 import inference_pb2 as pb
+from gateway.choices_format import Head, TokenCounts, length
 from gateway.errors import ApiError
 from gateway.logprobs import ContentTokens, Logprobs, token_logprobs
 from gateway.responses_schema import ResponsesRequest
-from gateway.sse import HOLE, Format, Head, TokenCounts, around, commas, compact, length, quote
+from gateway.sse import HOLE, around, commas, compact, quote
 
 
 class Kind(NamedTuple):
@@ -25,7 +26,7 @@ MESSAGE = Kind("message", "msg", "response.output_text", "output_text")
 CALL = Kind("function_call", "fc", "response.function_call_arguments", "")
 
 
-class ResponsesFormat(Format):
+class ResponsesFormat:
     """A response. It grows item by item, streamed or not: reasoning, messages and calls, as the model writes them."""
 
     def __init__(self, head: Head, choices: int, body: ResponsesRequest) -> None:
@@ -83,6 +84,10 @@ class ResponsesFormat(Format):
         """The events of reasoning, text and calls, in this order."""
         return self._delta(delta).encode()
 
+    def prompt(self, indexes: range, logprobs: Logprobs) -> Iterator[bytes]:
+        """A prompt's logprobs have no place."""
+        yield from ()
+
     def ending(self, index: int, finished: pb.Finished) -> bytes:
         """The end of the open item, which the limit of tokens may have cut."""
         self._cut = finished.reason == pb.FINISH_REASON_LENGTH
@@ -100,6 +105,10 @@ class ResponsesFormat(Format):
         events = self._delta(delta)
         # Events are many times as long as a token; logprobs, of which these are mostly made, are kept.
         return len(events) if delta.logprobs else length(delta)
+
+    def keep_prompt(self, indexes: range, logprobs: Logprobs) -> int:
+        """A prompt's logprobs have no place."""
+        return 0
 
     def keep_ending(self, index: int, finished: pb.Finished) -> None:
         """As in a stream."""

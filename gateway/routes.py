@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from fulcrum.v1 import inference_pb2 as pb
 from gateway.answer import Answer, PromptRefused
+from gateway.choices_format import ChatFormat, CompletionFormat, Echo, Head
 from gateway.config import GatewayConfig
 from gateway.engines import CallContext, EnginePool
 from gateway.errors import ApiError, from_rpc, no_engine
@@ -38,7 +39,7 @@ from gateway.schemas import (
     parse,
     parse_tokenize,
 )
-from gateway.sse import HOLE, ChatFormat, CompletionFormat, Echo, Format, Head, Written, around, commas
+from gateway.sse import HOLE, Written, around, commas
 from gateway.transport import EventStream, WholeAnswer, Write, read_json, unless_gone
 
 VERSION = version("fulcrum-llm")
@@ -48,6 +49,7 @@ TOKENS_AT_ONCE = 8192
 PIECE_BYTES = 64 << 10
 MAX_ANSWER = 64 << 20  # characters of one that is not streamed: it is held here
 
+Format = ChatFormat | CompletionFormat | ResponsesFormat
 B = TypeVar("B")
 S = TypeVar("S", bound=Sampling)
 T = TypeVar("T")

@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from fulcrum.v1 import inference_pb2 as pb
+from gateway.choices_format import CompletionFormat, Echo, Head, TokenCounts
 from gateway.responses_format import ResponsesFormat
 from gateway.responses_schema import ResponsesRequest
 from gateway.schemas import CompletionRequest
-from gateway.sse import CompletionFormat, Echo, Head, TokenCounts
 from gateway.structure import Structure
 
 TEXT = {"type": "text", "text": "x"}

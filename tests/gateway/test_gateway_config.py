@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulcrum.v1 import inference_pb2 as pb
+from gateway.choices_format import ChatFormat, CompletionFormat, Head
 from gateway.config import GatewayConfig
 from gateway.schemas import IGNORED, UNSERVED, ChatRequest, CompletionRequest
-from gateway.sse import ChatFormat, CompletionFormat, Head
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com", ""])
