@@ -20,6 +20,7 @@ from service.choice import Choice
 from service.config import ServiceConfig
 from service.errors import ApiError
 from service.model import ServedModel
+from service.parsers.output_parser import OutputParser
 from service.validate import fit, plan
 
 
@@ -48,7 +49,8 @@ def _stream(text: str, params: Params, served: ServedModel, llm: LLM) -> None:
     else:
         prompt = asyncio.run(served.prompts.chat(request.chat)).ids
     job = fit(asked, prompt, "text" if params["raw"] else "chat", llm.info)
-    choice = Choice(0, asked, served.text_stream(asked, after_prompt=params["raw"]))
+    stream = served.text_stream(asked, after_prompt=params["raw"])
+    choice = Choice(0, asked, stream, served.prompts.tokenizer, OutputParser(None, None))
     for piece in llm.stream(prompt, job.params):
         for response in choice.take(SequenceOutput("", piece.index, piece.token_ids, piece.finish)):
             say(GenerateResponse.FromString(response).delta.text)

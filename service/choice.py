@@ -11,12 +11,18 @@ from service.detokenizer import TextStream
 from service.errors import ApiError
 from service.grammar import invalid_grammar
 from service.logprobs import token_logprobs
+from service.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Reasoning
+from service.parsers.output_parser import OutputParser
 from service.tokenizer import Tokenizer
 from service.validate import Plan
 from service.wire import text_delta
 
 # The engine ended it on a token that is not part of the text.
-STOPPED_BY_TOKEN = (FinishReason.EOS, FinishReason.STOP_TOKEN)
+_STOPPED_BY_TOKEN = (FinishReason.EOS, FinishReason.STOP_TOKEN)
+# Ended by a call behind which nothing is wanted: no stop string is empty.
+_ENOUGH = ""
+# The order within one Delta, by its fields: reasoning, text, tool calls.
+_PLACES: dict[type[Event], int] = {Reasoning: 0, Content: 1, CallStart: 2, Arguments: 2}
 
 
 class Choice:
@@ -27,6 +33,7 @@ class Choice:
         plan: what was asked for.
         text: the text of this index; None where neither text nor stop strings are wanted.
         tokenizer: tells the bytes of tokens, where logprobs are wanted.
+        parser: reads the text in which stop strings have been looked for: reasoning and tool calls apart from content.
 
     Attributes:
         tokens: how many tokens count for this index.
@@ -35,9 +42,22 @@ class Choice:
         reason: the same as the caller is told it.
     """
 
-    __slots__ = ("_plan", "_text", "_tokenizer", "finish", "index", "reason", "reasoned", "tokens")
+    __slots__ = (
+        "_events",
+        "_parser",
+        "_plan",
+        "_text",
+        "_tokenizer",
+        "finish",
+        "index",
+        "reason",
+        "reasoned",
+        "tokens",
+    )
 
-    def __init__(self, index: int, plan: Plan, text: TextStream | None, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self, index: int, plan: Plan, text: TextStream | None, tokenizer: Tokenizer, parser: OutputParser
+    ) -> None:
         self.index = index
         self.tokens = self.reasoned = 0
         self.finish: FinishReason | None = None
@@ -45,6 +65,8 @@ class Choice:
         self._plan = plan
         self._text = text
         self._tokenizer = tokenizer
+        self._parser = parser
+        self._events: list[Event] = []  # not told yet
 
     def take(self, output: SequenceOutput) -> list[bytes]:
         """The messages that these tokens make: none while the text lags, one Delta, and Finished at the end.
@@ -81,52 +103,70 @@ class Choice:
         return messages
 
     def _read(self, stream: TextStream, ids: Sequence[int], finish: FinishReason | None) -> tuple[str, str | None, int]:
-        """The text of these ids, the stop string that ended it, and how many ids it took."""
-        if finish is None and len(ids) == 1:  # as it nearly always is
+        """The text of these ids, the stop string that ended it, and how many ids it took. What is parsed is no text."""
+        parser, text = self._parser, ""
+        if finish is None and len(ids) == 1 and parser.idle:  # as it nearly always is
             return *stream.step(ids[0]), 1
-        text = ""
-        hidden = finish in STOPPED_BY_TOKEN and not self._plan.include_stop
+        hidden = finish in _STOPPED_BY_TOKEN and not self._plan.include_stop
         for position in range(len(ids) - hidden):
             piece, stop = stream.step(ids[position])
-            text += piece
+            if parser.idle:
+                text += piece
+            else:
+                self._events += parser.feed(piece)
+                self.reasoned += parser.thinking
+            if parser.complete:
+                return "", _ENOUGH, position + 1
             if stop is not None:
+                self._events += parser.finish()
                 return text, stop, position + 1
         if finish is None:
             return text, None, len(ids)
         piece, stop = stream.finish()
-        return text + piece, stop, len(ids)
+        if parser.idle:
+            return text + piece, stop, len(ids)
+        self._events += parser.feed(piece) + parser.finish()
+        return "", stop, len(ids)
 
     def _logprobs(
         self, ids: Sequence[int], records: bytes | bytearray, finish: FinishReason | None
     ) -> list[pb.TokenLogprob]:
         """The logprobs of these ids, the last of which has ended the text if it did."""
-        assert self._tokenizer is not None
         found = token_logprobs(self._tokenizer, ids, records, self._plan.job.params.top_logprobs or 0)
         skipped = self._text.skipped if self._text is not None else ()
         for one in found:
             one.hidden = one.token_id in skipped
-        if found and finish in STOPPED_BY_TOKEN and not self._plan.include_stop:
+        if found and finish in _STOPPED_BY_TOKEN and not self._plan.include_stop:
             found[-1].hidden = True
         return found
 
     def _deltas(self, text: str, ids: Sequence[int], logprobs: Sequence[pb.TokenLogprob]) -> list[bytes]:
-        """The Delta of this text and these tokens, if there is something to say."""
+        """The Deltas of what was read and of these tokens, if there is something to say."""
+        told = ids if self._plan.token_ids else ()
         if not self._plan.text:
             text = ""
-        if not (logprobs or (ids and self._plan.token_ids)):
+        events = [event for event in self._events if not isinstance(event, CallEnd)]
+        self._events.clear()
+        if not (events or logprobs or told):
             return [text_delta(self.index, text)] if text else []
-        delta = self._tokens_delta(ids, logprobs)
-        delta.text = text
-        return [pb.GenerateResponse(delta=delta).SerializeToString()]
-
-    def _tokens_delta(self, ids: Sequence[int], logprobs: Sequence[pb.TokenLogprob]) -> pb.Delta:
-        """A Delta with these tokens and no text."""
-        return pb.Delta(index=self.index, token_ids=ids if self._plan.token_ids else (), logprobs=logprobs)
+        if text:
+            events.append(Content(text))
+        deltas, last = [pb.Delta(index=self.index, token_ids=told, logprobs=logprobs)], 0
+        for event in events:
+            place = _PLACES[type(event)]
+            if place < last:
+                deltas.append(pb.Delta(index=self.index))
+            last = place
+            _put(event, deltas[-1])
+        return [pb.GenerateResponse(delta=delta).SerializeToString() for delta in deltas]
 
     def _finished(self, finish: FinishReason, stop: str | None, ids: Sequence[int]) -> pb.Finished:
         finished = pb.Finished(index=self.index, completion_tokens=self.tokens)
         if finish is FinishReason.LENGTH:
             finished.reason = pb.FINISH_REASON_LENGTH
+            return finished
+        if self._parser.calls:
+            finished.reason = pb.FINISH_REASON_TOOL_CALLS
             return finished
         finished.reason = pb.FINISH_REASON_STOP
         if stop is not None:
@@ -136,3 +176,17 @@ class Choice:
         else:
             finished.stop_token_id = ids[-1]
         return finished
+
+
+def _put(event: Event, delta: pb.Delta) -> None:
+    match event:
+        case Content(text):
+            delta.text += text
+        case Reasoning(text):
+            delta.reasoning += text
+        case CallStart(call, call_id, name):
+            delta.tool_calls.add(index=call, id=call_id, name=name)
+        case Arguments(call, text):
+            if not delta.tool_calls or delta.tool_calls[-1].index != call:
+                delta.tool_calls.add(index=call)
+            delta.tool_calls[-1].arguments += text

@@ -13,7 +13,6 @@ import grpc
 from fulcrum.v1 import inference_pb2 as pb
 from service.chat_template import RESERVED, ChatTemplate, TemplateError
 from service.errors import ApiError, Violation, invalid
-from service.parsers.forced import calls_form
 from service.parsers.output_parser import Reading
 from service.parsers.registry import Formats
 from service.parsers.think import Think
@@ -27,6 +26,7 @@ from service.validate import (
     MAX_MESSAGES,
     MAX_PARTS,
     Violations,
+    given,
     window_exceeded,
 )
 
@@ -38,12 +38,12 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _T = TypeVar("_T")
 
 
-class ChatPrompt(NamedTuple):
-    """A rendered chat: its token ids, how to read the answers (None: all of them is content), when it was rendered."""
+class Prompt(NamedTuple):
+    """A prompt's token ids, how to read what follows it, and when it was rendered (0: it is no chat)."""
 
     ids: list[int]
-    reading: Reading | None
-    rendered: float  # time.monotonic()
+    reading: Reading = Reading()
+    rendered: float = 0.0  # time.monotonic()
 
 
 class Prompts:
@@ -88,7 +88,7 @@ class Prompts:
         encode = partial(self._encode, text, "text", window, add_special_tokens=add_special_tokens)
         return await self.run(encode, len(text), tenant=tenant)
 
-    async def chat(self, chat: pb.Chat, *, window: int | None = None, tenant: str = "") -> ChatPrompt:
+    async def chat(self, chat: pb.Chat, *, window: int | None = None, tenant: str = "") -> Prompt:
         """Renders and tokenizes a chat.
 
         Raises ApiError INVALID_ARGUMENT (also TEMPLATE_ERROR), FAILED_PRECONDITION (TOOLS_UNSUPPORTED).
@@ -99,7 +99,7 @@ class Prompts:
         """Lets the threads go."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _chat(self, chat: pb.Chat, window: int | None) -> ChatPrompt:
+    def _chat(self, chat: pb.Chat, window: int | None) -> Prompt:
         count = len(chat.messages)
         if window is not None and count > window:  # each is a token at least
             raise window_exceeded("chat", window, f"the chat has {count} messages", prompt_tokens=count)
@@ -108,11 +108,10 @@ class Prompts:
         if tools:
             self._refuse_tools(chat.tool_choice)
         continue_final = chat.continue_final_message
-        add_generation = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continue_final
-        messages = _messages(chat)
+        add_generation = given(chat, "add_generation_prompt", not continue_final)
         try:
             text = self.template.render(
-                messages,
+                _messages(chat),
                 tools=tools,
                 add_generation_prompt=add_generation,
                 continue_final_message=continue_final,
@@ -122,10 +121,10 @@ class Prompts:
             raise _template_error(str(error)) from error
         rendered = time.monotonic()
         reading = self._reading(chat, text, tools)
-        if reading is not None and reading.tools is not None and reading.forced is not None:
+        if reading.tools is not None and reading.must_call:
             text += reading.tools.prefill
         ids = self._encode(text, "chat", window, add_special_tokens=False)
-        return ChatPrompt(ids, reading, rendered)
+        return Prompt(ids, reading, rendered)
 
     def _refuse_tools(self, choice: pb.ToolChoice) -> None:
         """Raises ApiError where this model, as it is served, has no use for tools or for such a choice."""
@@ -137,24 +136,22 @@ class Prompts:
         if reason:
             raise ApiError(grpc.StatusCode.FAILED_PRECONDITION, "TOOLS_UNSUPPORTED", reason, field="chat.tools")
 
-    def _reading(self, chat: pb.Chat, text: str, tools: list[dict[str, Any]]) -> Reading | None:
+    def _reading(self, chat: pb.Chat, text: str, tools: list[dict[str, Any]]) -> Reading:
         """How to read what follows the rendered `text`."""
         reasoning, calls = self.formats.reasoning, self.formats.tools if tools else None
-        if reasoning is None and calls is None:
-            return None
         opened = reasoning is not None and _opened(chat, text, reasoning)
-        parallel = chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls")
         thinks = reasoning is not None and not text.rstrip().endswith(reasoning.closing)
-        forced = None
+        parallel = given(chat, "parallel_tool_calls", True)
         schemas = {tool.name: json_object(tool.parameters_json) or {} for tool in chat.tools}
         if calls is not None and must_call(chat.tool_choice):
-            forced = calls_form(calls, schemas, only=chat.tool_choice.function or None, parallel=parallel)
-            thinks = thinks and not calls.prefill
+            if only := chat.tool_choice.function:
+                schemas, parallel = {only: schemas[only]}, False
+            return Reading(reasoning, opened, calls, schemas, parallel, thinks and not calls.prefill, must_call=True)
         # An opening that is a special token comes under no grammar, and with it no call.
         special = calls is not None and self.tokenizer.token_id(calls.opening) in self.tokenizer.special_ids
         held = calls is not None and (calls.bare or not special)
         arguments = {tool.name: schemas[tool.name] if held and tool.strict else {} for tool in chat.tools}
-        return Reading(reasoning, opened, calls, arguments, parallel, thinks, forced)
+        return Reading(reasoning, opened, calls, arguments, parallel, thinks)
 
     def _encode(self, text: str, field: str, window: int | None, *, add_special_tokens: bool) -> list[int]:
         fewest = self.tokenizer.fewest_tokens(text)
@@ -199,7 +196,7 @@ def _check_chat(chat: pb.Chat) -> dict[str, Any]:
             if bad.most(field, len(arguments.encode()), MAX_ARGUMENTS_BYTES, "bytes are given"):
                 bad.unless(json_object(arguments) is not None, field, "is no JSON object")
     bad.unless(
-        not (chat.continue_final_message and chat.HasField("add_generation_prompt") and chat.add_generation_prompt),
+        not (chat.continue_final_message and chat.add_generation_prompt),
         "chat.continue_final_message",
         "excludes add_generation_prompt",
     )

@@ -24,8 +24,8 @@ from service.live import LiveCalls
 from service.logprobs import prompt_pieces
 from service.model import ServedModel
 from service.output_grammar import output_grammar
-from service.parsed_choice import ParsedChoice
 from service.parsers.output_parser import Reading
+from service.prompts import Prompt
 from service.record import Record
 from service.spans import export
 from service.tools import must_call
@@ -92,13 +92,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if asked.constraint is not None and must_call(request.chat.tool_choice):
             text = f"{asked.constraint.kind} and a call that must come exclude each other"
             raise invalid([Violation("chat.tool_choice", text)])
-        field, prompt, reading, rendered = await self._prompt(request, caller.tenant)
+        field, prompt = await self._prompt(request, caller.tenant)
         marks = record.marks
-        if rendered:
-            marks.append(("rendered", rendered))
+        if prompt.rendered:
+            marks.append(("rendered", prompt.rendered))
         marks.append(("tokenized", time.monotonic()))
-        job = fit(asked, prompt, field, core.info)
-        grammar = await self._grammar(asked.constraint, reading, caller.tenant)
+        job = fit(asked, prompt.ids, field, core.info)
+        grammar = await self._grammar(asked.constraint, prompt.reading, caller.tenant)
         if grammar is not None:
             marks.append(("compiled", time.monotonic()))
         job = replace(
@@ -114,10 +114,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if self.log_requests:
             shown = MessageToJson(request, indent=None, preserving_proto_field_name=True, ensure_ascii=False)
             logger.info("request %s (%s): %.*s", job.request_id, record.label, _LOGGED_CHARACTERS, shown)
-        logger.debug("request %s (%s) is accepted: %d prompt tokens", *about, len(prompt), extra=what)
+        logger.debug("request %s (%s) is accepted: %d prompt tokens", *about, len(job.prompt), extra=what)
         try:
             await context.write(pb.GenerateResponse(accepted=pb.Accepted(request_id=job.request_id, model=name)))
-            choices = [self._choice(index, asked, field, reading) for index in range(job.params.n)]
+            choices = [self._choice(index, asked, field, prompt.reading) for index in range(job.params.n)]
             usage = await self._stream(stream, job, choices, record, context)
             await context.write(pb.GenerateResponse(usage=usage))
             logger.debug("request %s (%s) is answered: %d tokens", *about, record.tokens, extra=what)
@@ -132,31 +132,31 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """A salt that no other tenant has, whatever he asks for: names of tenants hold no NUL."""
         return f"{tenant}\0{salt}" if tenant and (salt or not self.share_prefixes) else salt
 
-    async def _grammar(self, asked: Constraint | None, reading: Reading | None, tenant: str) -> Compiled | None:
+    async def _grammar(self, asked: Constraint | None, reading: Reading, tenant: str) -> Compiled | None:
         """What the output must follow; None where it is free."""
         constraint = output_grammar(asked, reading)
         if constraint is None:
             return None
         blamed = "chat.tools" if asked is None else asked.kind
-        if asked is not None and reading is not None and reading.strict:
+        if asked is not None and reading.strict:
             # Alone first: what is wrong with the whole are the tools, then.
             await self.grammars.compile(asked, tenant=tenant)
             blamed = "chat.tools"
         return await self.grammars.compile(constraint, blamed, tenant=tenant)
 
-    async def _prompt(self, request: pb.GenerateRequest, tenant: str) -> tuple[str, list[int], Reading | None, float]:
-        """The field that the prompt came from, its token ids, how to read what follows it, and when it was rendered."""
+    async def _prompt(self, request: pb.GenerateRequest, tenant: str) -> tuple[str, Prompt]:
+        """The prompt, and the field that it came from."""
         field, window = request.WhichOneof("prompt"), self.core.info.max_model_len
         if field == "token_ids":
             count = len(request.token_ids.ids)
             if count > window:  # before millions of them are copied
                 raise window_exceeded(field, window, f"the prompt has {count}", prompt_tokens=count)
-            return field, list(request.token_ids.ids), None, 0.0
+            return field, Prompt(list(request.token_ids.ids))
         if field == "text":
             ids = await self.model.prompts.text(request.text, add_special_tokens=True, window=window, tenant=tenant)
-            return field, ids, None, 0.0
+            return field, Prompt(ids)
         if field == "chat":
-            return field, *await self.model.prompts.chat(request.chat, window=window, tenant=tenant)
+            return field, await self.model.prompts.chat(request.chat, window=window, tenant=tenant)
         raise invalid([Violation("prompt", "one of text, token_ids and chat is needed")])
 
     async def _submit(self, job: Request, grammar: Compiled | None, prompt_field: str) -> RequestStream:
@@ -214,14 +214,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _prompt_logprobs(self, job: Request, first: int, records: bytes | bytearray) -> Iterator[pb.PromptLogprobs]:
         return prompt_pieces(self.model.prompts.tokenizer, job.prompt, first, records, job.params.prompt_logprobs or 0)
 
-    def _choice(self, index: int, asked: Plan, prompt_field: str, reading: Reading | None) -> Choice:
-        after_prompt, tokenizer = prompt_field != "chat", self.model.prompts.tokenizer
-        if asked.text and reading is not None:
-            text = self.model.text_stream(asked, after_prompt=after_prompt, shown=reading.markers)
-            return ParsedChoice(index, asked, text, tokenizer, reading.parser())
-        wanted = asked.text or asked.stop
-        stream = self.model.text_stream(asked, after_prompt=after_prompt) if wanted else None
-        return Choice(index, asked, stream, tokenizer)
+    def _choice(self, index: int, asked: Plan, prompt_field: str, reading: Reading) -> Choice:
+        if not asked.text:  # stop strings are looked for all the same
+            reading = Reading()
+        wanted, after_prompt = asked.text or asked.stop, prompt_field != "chat"
+        text = self.model.text_stream(asked, after_prompt=after_prompt, shown=reading.markers) if wanted else None
+        return Choice(index, asked, text, self.model.prompts.tokenizer, reading.parser())
 
     # ----------------------------------------------------------------------------------------------- the other RPCs
 

@@ -5,23 +5,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from service.parsers.events import CallEnd, CallStart, Content, Event
-from service.parsers.forced import Form
 from service.parsers.think import Think
 from service.parsers.tool_parser import ToolParser
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the answers to one prompt are to be read.
+    """How the answers to one prompt are to be read; as it stands: all of them is content.
 
     Args:
         reasoning: the form of reasoning, where the model reasons.
         opened: the prompt has opened the reasoning.
         tools: the form of tool calls, where there are tools.
-        arguments: the JSON Schemas that the arguments of a call must follow, by the tools' names: {} where not strict.
+        arguments: the JSON Schemas that the arguments of a call must follow, by the names of the tools that may be
+            called: {} where not strict.
         parallel: more than one call may come.
         thinks: reasoning may come: the prompt has not ended it, and begins no call.
-        forced: the form of the calls that have to come, behind ToolParser.prefill; None: none has to.
+        must_call: a call has to come, behind ToolParser.prefill.
     """
 
     reasoning: type[Think] | None = None
@@ -30,7 +30,7 @@ class Reading:
     arguments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     parallel: bool = True
     thinks: bool = False
-    forced: Form | None = None
+    must_call: bool = False
 
     @property
     def strict(self) -> bool:
@@ -46,7 +46,7 @@ class Reading:
         """A parser for one answer."""
         return OutputParser(
             None if self.reasoning is None else self.reasoning(self.opened),
-            None if self.tools is None else self.tools(frozenset(self.arguments), prefilled=self.forced is not None),
+            None if self.tools is None else self.tools(frozenset(self.arguments), prefilled=self.must_call),
             parallel=self.parallel,
         )
 

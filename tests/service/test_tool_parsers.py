@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.detokenizer import Detokenizer
+from service.output_grammar import behind_reasoning, calls_form, free_form
 from service.parsers.events import Arguments, CallEnd, CallStart, Content, Reasoning
-from service.parsers.forced import behind_reasoning, calls_form, free_form
 from service.parsers.output_parser import OutputParser
 from service.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, Formats
 from service.parsers.think import Think
@@ -453,12 +453,6 @@ def test_a_forced_output_is_calls_and_is_read_as_such(name):
     single = calls_form(TOOL_PARSERS[name], FORCED, parallel=False)
     assert accepts(single, text(*one))
     assert not accepts(single, text(*two))
-    named = calls_form(TOOL_PARSERS[name], FORCED, only="g")
-    assert accepts(named, text(("g", "{}")))
-    assert not accepts(named, text(*one))
-    assert not accepts(named, text(("g", "{}"), ("g", "{}")))
-    with pytest.raises(KeyError):
-        calls_form(TOOL_PARSERS[name], FORCED, only="stranger")
 
 
 @pytest.mark.parametrize(("name", "texts"), [("hermes", ["Hi ", "\n", " Bye"]), ("llama3_json", ["", "; ", ""])])
