@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Final
 
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from gateway.responses_schema import ResponsesRequest
 from gateway.schemas import (
+    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -17,7 +17,7 @@ from gateway.schemas import (
 )
 
 # (path, summary) -> the bodies that it takes.
-_POSTS: Final[Mapping[tuple[str, str], tuple[type[BaseModel], ...]]] = {
+_POSTS: Final[Mapping[tuple[str, str], tuple[type[Body], ...]]] = {
     ("/v1/chat/completions", "Answers a chat; a stream of server-sent events with stream: true"): (ChatRequest,),
     ("/v1/completions", "Continues prompts; a stream of server-sent events with stream: true"): (CompletionRequest,),
     ("/v1/responses", "Answers as a response that is not stored; typed events with stream: true"): (ResponsesRequest,),
@@ -71,6 +71,9 @@ def openapi(version: str) -> dict[str, Any]:
     named, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )
+    for model in models:
+        for name in model.unserved:  # inherited, and refused there
+            definitions["$defs"][model.__name__]["properties"].pop(name, None)
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     failures = {status: {"description": text, "content": error} for status, text in _ERRORS.items()}
     paths: dict[str, Any] = {}

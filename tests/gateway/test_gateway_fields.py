@@ -656,3 +656,13 @@ def test_floods_are_refused_in_time(http, gateway, engine):
     answer = http.post(f"{gateway}/v1/responses", json={"input": calls})
     assert answer.status_code == 200
     assert len(engine.calls[-1].request.chat.messages[0].tool_calls) == len(calls)
+
+
+def test_every_field_of_the_description_is_served(http, gateway):
+    description = http.get(f"{gateway}/openapi.json").json()
+    for path, methods in description["paths"].items():
+        if "post" in methods and path.startswith("/v1/"):
+            kind = methods["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+            for name in description["components"]["schemas"][kind]["properties"]:
+                refusal = error_of(post(http, gateway, path, {name: {}}))
+                assert refusal["code"] not in ("unknown_parameter", "unsupported_parameter"), (path, name)
