@@ -149,7 +149,7 @@ def main(model: Path, output: Path, batches: str, context: int, profiled: bool, 
         model=model,
         load_format="dummy",
         max_model_len=8192,
-        max_num_seqs=max(*sizes, 256),
+        max_num_seqs=max(*sizes, 256) + 1,  # a chunk beside the decodes
         **limits,
     )
     runner = GpuRunner(config, load_model(config, progress=False))

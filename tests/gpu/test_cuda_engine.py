@@ -246,7 +246,7 @@ def test_a_page_that_goes_bad_ends_its_own_sequence(llm: LLM, llama: Any, tools:
     for request in requests(prompts, greedy(12)):
         core.scheduler.add(request)
     updates = [update for _ in range(3) for update in core.turn().updates]
-    [bad] = [each for each in core.scheduler._rows if each is not None and each.request.request_id == "r0"]
+    [bad] = core.scheduler._live["r0"].values()
     tools.poison(llm, but=set(range(llm.info.num_pages + 1)) - {bad.pages[0]})
     while core.has_work:
         updates += core.turn().updates
