@@ -1,6 +1,7 @@
 """What an answer must follow, in OpenAI's field or in vLLM's, as one field of the contract. Compiles nothing."""
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -8,6 +9,14 @@ from pydantic import Field, model_validator
 from gateway.strict import Strict
 
 Schema = dict[str, Any] | bool
+# vLLM's names of the contract's fields.
+VLLM = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choices",
+    "grammar": "grammar",
+    "json_object": "json_object",
+}
 Choices = Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)]
 
 
@@ -83,27 +92,12 @@ class Given(NamedTuple):
     value: str | bool | list[str]
 
 
-def given_constraints(structured: StructuredOutputs | None, guided: dict[str, Any]) -> list[Given]:
-    """The constraints in vLLM's fields.
-
-    Args:
-        guided: values of guided_json, guided_regex, guided_choice and guided_grammar, by the part behind guided_.
-    """
-    found: list[Given] = []
-    if structured is not None:
-        values = structured.model_dump(by_alias=True)
-        found += _fields("structured_outputs.", values)
-        if structured.json_object:
-            found.append(Given("structured_outputs.json_object", "json_object", True))
-    return found + _fields("guided_", guided)
-
-
-def _fields(prefix: str, values: dict[str, Any]) -> list[Given]:
-    names = {"json": "json_schema", "regex": "regex", "choice": "choices", "grammar": "grammar"}
+def in_vllms_fields(place: str, values: Mapping[str, Any]) -> list[Given]:
+    """The constraints in vLLM's fields, by their names behind `place`."""
     return [
-        Given(prefix + name, field, _text(values[name]) if name == "json" else values[name])
-        for name, field in names.items()
-        if values.get(name) is not None
+        Given(place + name, field, _text(value) if name == "json" else value)
+        for name, field in VLLM.items()
+        if (value := values.get(name)) is not None and (name, value) != ("json_object", False)
     ]
 
 

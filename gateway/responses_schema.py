@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from gateway.constraints import Given, TextFormat
 from gateway.schemas import (
@@ -18,6 +18,7 @@ from gateway.schemas import (
     FunctionName,
     Sampling,
     Top,
+    or_text,
 )
 
 LOGPROBS = "message.output_text.logprobs"
@@ -32,16 +33,6 @@ Includable = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-
-
-def one_text(value: object) -> object:
-    """A plain string means one part of text."""
-    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
-
-
-def one_message(value: object) -> object:
-    """A plain string means one message of the user's."""
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 def kind(value: object) -> str:
@@ -63,7 +54,7 @@ class Text(Body):
 Texts = Annotated[
     list[Text],
     Field(max_length=MAX_PARTS, fail_fast=True),
-    BeforeValidator(one_text, json_schema_input_type=str | list[Text]),
+    or_text(str | list[Text], lambda text: {"type": "input_text", "text": text}),
 ]
 
 
@@ -194,7 +185,7 @@ class ResponsesRequest(Sampling):
     input: Annotated[
         list[AnyItem],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-        BeforeValidator(one_message, json_schema_input_type=str | list[AnyItem]),
+        or_text(str | list[AnyItem], lambda text: {"role": "user", "content": text}),
     ]
     instructions: str | None = None
     include: Annotated[list[Includable], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None

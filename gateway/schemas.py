@@ -1,6 +1,6 @@
 """What the HTTP endpoints take. Validates fields; knows nothing of gRPC."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from gateway.constraints import Choices, Given, ResponseFormat, Schema, StructuredOutputs, given_constraints
+from gateway.constraints import VLLM, Choices, Given, ResponseFormat, Schema, StructuredOutputs, in_vllms_fields
 from gateway.errors import ApiError
 from gateway.strict import Strict
 
@@ -66,9 +66,9 @@ class Body(Strict):
     unserved: ClassVar[Mapping[str, tuple[object, ...]]] = UNSERVED
 
 
-def one_or_many(value: object) -> object:
-    """A lone string means a list of one."""
-    return [value] if isinstance(value, str) else value
+def or_text(form: Any, one: Callable[[str], object] = str) -> BeforeValidator:
+    """A plain string means a list of one: of what `one` makes of it. `form` is what may be written, for OpenAPI."""
+    return BeforeValidator(lambda value: [one(value)] if isinstance(value, str) else value, json_schema_input_type=form)
 
 
 def not_streamed(value: int | None, info: ValidationInfo) -> int | None:
@@ -79,11 +79,6 @@ def not_streamed(value: int | None, info: ValidationInfo) -> int | None:
 
 
 PromptTop = Annotated[Top, AfterValidator(not_streamed)]
-
-
-def text_parts(value: object) -> object:
-    """A plain string means one text part."""
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 def bias_keys(value: object) -> object:
@@ -165,7 +160,7 @@ class Sampling(Body):
         Annotated[
             list[Annotated[str, Field(min_length=1)]],
             Field(max_length=MAX_STOPS),
-            BeforeValidator(one_or_many, json_schema_input_type=str | list[str]),
+            or_text(str | list[str]),
         ]
         | None
     ) = None
@@ -190,8 +185,11 @@ class Sampling(Body):
     @property
     def constraint(self) -> Given | None:
         """What the answer must follow. Raises: ApiError 400 where there are several."""
-        guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
-        given = self.asked_format + given_constraints(self.structured_outputs, guided)
+        structured = {} if self.structured_outputs is None else self.structured_outputs.model_dump(by_alias=True)
+        guided = {name: getattr(self, f"guided_{name}", None) for name in VLLM}
+        given = (
+            self.asked_format + in_vllms_fields("structured_outputs.", structured) + in_vllms_fields("guided_", guided)
+        )
         if len(given) > 1:
             param = given[1].param
             message = f"Invalid '{param}': there is a '{given[0].param}' already, and one answer follows one of them."
@@ -293,7 +291,7 @@ class Message(Body):
         Annotated[
             list[ContentPart],
             Field(max_length=MAX_PARTS, fail_fast=True),
-            BeforeValidator(text_parts, json_schema_input_type=str | list[ContentPart]),
+            or_text(str | list[ContentPart], lambda text: {"type": "text", "text": text}),
         ]
         | None
     ) = None
