@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeVar
 
 import grpc
@@ -81,11 +80,7 @@ class Link:
     """One connection to one engine, and whether the engine says over it that it is SERVING."""
 
     def __init__(
-        self,
-        address: str,
-        channel: grpc.aio.Channel,
-        metadata: list[tuple[str, str]],
-        turned: Callable[[], None],
+        self, address: str, channel: grpc.aio.Channel, metadata: list[tuple[str, str]], turned: Callable[[], None]
     ) -> None:
         """The channel connects in the background. `turned` is called when `serving` has changed."""
         self.address = address
@@ -166,9 +161,7 @@ class EnginePool:
                 await asyncio.gather(*(link.seen_serving.wait() for link in self._links))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Closes the channels; calls that still run are cancelled."""
         for watch in self._watches:
             watch.cancel()
@@ -197,17 +190,15 @@ class EnginePool:
 
         async def attempt(link: Link) -> Generation:
             call = link.inference.Generate(request, metadata=self._metadata_of(context), timeout=context.remaining())
-            accepted = False
             try:
                 first = await call.read()
                 if not isinstance(first, pb.GenerateResponse) or first.WhichOneof("event") != "accepted":
                     logger.error("engine %s did not begin its stream with Accepted", link.address)
                     raise internal_error()
-                accepted = True
-                return Generation(first.accepted, call.read, call.cancel)
-            finally:
-                if not accepted:
-                    call.cancel()
+            except BaseException:
+                call.cancel()
+                raise
+            return Generation(first.accepted, call.read, call.cancel)
 
         return await self._with_retry(attempt)
 
@@ -225,11 +216,9 @@ class EnginePool:
 
     def _candidates(self) -> list[Link]:
         """One serving link of each engine, the engine whose turn it is first. Raises: ApiError 503 if there is none."""
-        turn = next(self._turns)
-        count = len(self._engines)
-        start = turn % count
+        turn, start = divmod(next(self._turns), len(self._engines))
         in_turn = self._engines[start:] + self._engines[:start]
-        chosen = [links[turn // count % len(links)] for engine in in_turn if (links := engine.serving)]
+        chosen = [links[turn % len(links)] for engine in in_turn if (links := engine.serving)]
         if not chosen:
             raise no_engine()
         return chosen

@@ -4,6 +4,7 @@ prometheus_client looks for PROMETHEUS_MULTIPROC_DIR when it is imported; who st
 """
 
 import os
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -23,40 +24,19 @@ class Metrics:
         self._certificates = certificates
         self._registry = CollectorRegistry()
         self._registry.register(certificates)
-        self.requests = Counter(
-            "fulcrum_gateway_http_requests",
-            "HTTP requests that ended (status 499: the client had gone).",
-            ("method", "path", "status"),
-            registry=self._registry,
-        )
-        self.seconds = Histogram(
-            "fulcrum_gateway_http_request_seconds",
-            "From an HTTP request's arrival to the end of its answer.",
-            ("path",),
-            buckets=SECONDS,
-            registry=self._registry,
-        )
-        self.first_text_seconds = Histogram(
-            "fulcrum_gateway_time_to_first_text_seconds",
-            "From an HTTP request's arrival to the first text from the engine, streamed or not.",
-            buckets=SECONDS,
-            registry=self._registry,
-        )
-        self.stream_errors = Counter(
-            "fulcrum_gateway_stream_errors",
-            "Event streams that ended with an error event, by the status that it would have had.",
-            ("status",),
-            registry=self._registry,
-        )
-        self.prompt_tokens = Counter(
-            "fulcrum_gateway_prompt_tokens", "Prompt tokens of answered requests.", registry=self._registry
-        )
-        self.cached_tokens = Counter(
-            "fulcrum_gateway_cached_tokens", "Of these, found in the prefix cache.", registry=self._registry
-        )
-        self.completion_tokens = Counter(
-            "fulcrum_gateway_completion_tokens", "Tokens generated for answered requests.", registry=self._registry
-        )
+        counter = partial(Counter, registry=self._registry)
+        histogram = partial(Histogram, registry=self._registry, buckets=SECONDS)
+        text = "HTTP requests that ended (status 499: the client had gone)."
+        self.requests = counter("fulcrum_gateway_http_requests", text, ("method", "path", "status"))
+        text = "From an HTTP request's arrival to the end of its answer."
+        self.seconds = histogram("fulcrum_gateway_http_request_seconds", text, ("path",))
+        text = "From an HTTP request's arrival to the first text from the engine, streamed or not."
+        self.first_text_seconds = histogram("fulcrum_gateway_time_to_first_text_seconds", text)
+        text = "Event streams that ended with an error event, by the status that it would have had."
+        self.stream_errors = counter("fulcrum_gateway_stream_errors", text, ("status",))
+        self.prompt_tokens = counter("fulcrum_gateway_prompt_tokens", "Prompt tokens of answered requests.")
+        self.cached_tokens = counter("fulcrum_gateway_cached_tokens", "Of these, found in the prefix cache.")
+        self.completion_tokens = counter("fulcrum_gateway_completion_tokens", "Tokens generated for answered requests.")
 
     def count_tokens(self, counts: TokenCounts) -> None:
         """Adds the tokens of one answer."""
