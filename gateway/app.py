@@ -87,7 +87,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
 async def on_api_error(request: Request, error: Exception) -> Response:
     """Any error that the gateway knows."""
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body(), error.status, error.headers())
+    return error.response()
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -106,5 +106,6 @@ async def on_disconnect(request: Request, error: Exception) -> Response:
 
 async def on_crash(request: Request, error: Exception) -> Response:
     """A fault of the gateway's own; the server logs its traceback."""
-    crash = internal_error()
-    return JSONResponse(crash.body(), crash.status, {"x-request-id": request.state.request_id})
+    crash = internal_error().response()
+    crash.headers["x-request-id"] = request.state.request_id
+    return crash

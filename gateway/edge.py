@@ -11,7 +11,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fulcrum.keys import MAX_PRIORITY, TENANT, Key, KeyRing, bearer
@@ -77,14 +76,12 @@ class Edge:
             if refusal is None:
                 await self._app(scope, receive, send_labelled)
             else:
-                answer = JSONResponse(refusal.body(), refusal.status, refusal.headers())
-                await answer(scope, receive, send_labelled)
+                await refusal.response()(scope, receive, send_labelled)
         except asyncio.CancelledError:
             # Only the end of a drain cancels requests. (A stream has said it itself, behind its head.)
             if begun:
                 raise
-            error = going_down()
-            await JSONResponse(error.body(), error.status, error.headers())(scope, receive, send_labelled)
+            await going_down().response()(scope, receive, send_labelled)
         finally:
             path = getattr(scope.get("route"), "path", "other")
             told = CLIENT_GONE if state.get("client_gone") else status

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them, and how a gRPC status becomes one. Knows no HTTP server."""
+"""Errors as OpenAI's clients expect them, and how a gRPC status becomes one."""
 
 import logging
 import math
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from starlette.responses import JSONResponse
 
 from fulcrum.client import FulcrumError
 from telemetry.logs import about
@@ -77,8 +78,8 @@ class ApiError(Exception):
         """The JSON body."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
-    def headers(self) -> dict[str, str]:
-        """Headers that go with it."""
+    def response(self) -> JSONResponse:
+        """The answer, with the headers that go with it."""
         headers = {}
         if self.retry_after is not None:
             headers["retry-after"] = str(self.retry_after)
@@ -86,7 +87,7 @@ class ApiError(Exception):
             headers["www-authenticate"] = "Bearer"
         if self.status == 408:  # the rest may still come
             headers["connection"] = "close"
-        return headers
+        return JSONResponse(self.body(), self.status, headers)
 
 
 def no_engine() -> ApiError:
