@@ -115,11 +115,17 @@ def sweep(**params: Any) -> None:
 
 @bench.command()
 @click.argument("files", nargs=-1, required=True, type=existing_file)
-def compare(files: tuple[Path, ...]) -> None:
+@click.option("--plot-dir", type=click.Path(file_okay=False, path_type=Path), help="Draw them over their rates too.")
+def compare(files: tuple[Path, ...], plot_dir: Path | None) -> None:
     """Show result FILES side by side, with ratios to the first: ours, or those of vLLM's tools."""
     stems = [file.stem for file in files]
     names = [stem if stems.count(stem) == 1 else str(file) for stem, file in zip(stems, files, strict=True)]
-    click.echo(side_by_side({name: read_result(file) for name, file in zip(names, files, strict=True)}))
+    results = {name: read_result(file) for name, file in zip(names, files, strict=True)}
+    click.echo(side_by_side(results))
+    if plot_dir:
+        check_folder(plot_dir)
+        for path in plot(list(results.values()), plot_dir, ["svg"]):
+            click.echo(f"Saved {path}", err=True)
 
 
 def _measure(test: LoadTest) -> Run:

@@ -351,6 +351,20 @@ def test_command_prints_saves_and_compares(mock_server, stream, prompts, tmp_pat
     ran = command("compare", tmp_path / "results" / "a.json", tmp_path / "results" / "sweep-infqps.json")
     assert ran.exit_code == 0, ran.output
     assert "(x1.000)" in ran.output
+    plots = tmp_path / "plots"
+    watched = {
+        "seconds": 1,
+        "running_sequences": 2,
+        "waiting_sequences": 0,
+        "preemptions": 0,
+        "used_pages": 3,
+        "total_pages": 4,
+    }
+    with_samples = json.loads((tmp_path / "results" / "a.json").read_text()) | {"samples": [watched]}
+    (tmp_path / "watched.json").write_text(json.dumps(with_samples))
+    ran = command("compare", tmp_path / "watched.json", "--plot-dir", plots)
+    assert ran.exit_code == 0, ran.output
+    assert {path.name for path in plots.iterdir()} == {"goodput.svg", "latency.svg", "samples.svg"}
 
 
 def test_a_label_is_part_of_a_file_name_and_no_folder(mock_server, stream, prompts, tmp_path):
