@@ -56,6 +56,7 @@ class EngineCore:
 
     def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: int = 0) -> None:
         self.scheduler = scheduler
+        self._stats = scheduler.stats
         self._runner = runner
         self._overlap = overlap
         self._in_flight: deque[_InFlight] = deque()
@@ -83,7 +84,7 @@ class EngineCore:
         began = time.monotonic()
         step = self.scheduler.schedule()
         scheduled = time.monotonic()
-        self.scheduler.stats.schedule_seconds += scheduled - began
+        self._stats.schedule_seconds += scheduled - began
         turn = Turn([], [])
         if step is not None:
             self._count(step)
@@ -92,7 +93,7 @@ class EngineCore:
                 launched, now = self._runner.launch(step), time.monotonic()
                 self._in_flight.append(_InFlight(step, launched, self._busy, (began, scheduled, now)))
                 self._pacer.launched(step, began, now)
-                self.scheduler.stats.launch_seconds += now - scheduled
+                self._stats.launch_seconds += now - scheduled
             except DeviceLost:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a step raises is about its own sequences
@@ -121,7 +122,7 @@ class EngineCore:
                 if one.finish is FinishReason.ERROR:
                     fields = about(request_id=one.request_id)
                     logger.error("request %s, sequence %d: %s", one.request_id, one.index, one.message, extra=fields)
-        stats = self.scheduler.stats
+        stats = self._stats
         stats.collect_seconds += computed - began
         stats.execute_seconds += computed - max(times[1], self._computed)
         self._computed = computed
@@ -138,7 +139,7 @@ class EngineCore:
         return self.scheduler.fail(step, str(error))
 
     def _count(self, step: Step) -> None:
-        stats = self.scheduler.stats
+        stats = self._stats
         stats.steps += 1
         rows, tokens = len(step.works) - step.num_drafts, step.num_tokens
         stats.last_step_rows, stats.last_step_tokens = rows, tokens

@@ -279,7 +279,7 @@ class CoreServer:
             case "cache":
                 return self._cache_view()
             case "flush_cache":
-                return scheduler.flush_cache()
+                return scheduler.cache.flush()
             case "drain":
                 if not scheduler.draining:
                     scheduler.draining = True
@@ -296,7 +296,7 @@ class CoreServer:
         """At most once a second, and in at most a hundredth of the time: with many pages it takes a while."""
         began = time.monotonic()
         if began >= self._view_due:
-            self._view = self._core.scheduler.cache_view()
+            self._view = self._core.scheduler.cache.view()
             self._view_due = began + max(_VIEW_SECONDS, 100 * (time.monotonic() - began))
         return self._view
 

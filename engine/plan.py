@@ -1,9 +1,11 @@
 """The step in the making. Plain data: no decisions."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from engine.sequence import Sequence
 from engine.step import Draft, PageUpdate, PromptLogprobs, RowInit, RowWork, Sample, Step
+
+_PARTS = tuple(part.name for part in fields(Step) if part.name != "step_id")
 
 
 @dataclass(slots=True)
@@ -33,7 +35,7 @@ class Plan:
     copies: list[tuple[int, int]] = field(default_factory=list)
     masks: list[tuple[int, bytes]] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
-    logprobs: tuple[tuple[int, int], ...] = ()
+    logprobs: list[tuple[int, int]] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     guessing: list[Sequence] = field(default_factory=list)
     started: list[tuple[str, int]] = field(default_factory=list)
@@ -46,16 +48,4 @@ class Plan:
 
     def step(self) -> Step:
         """What has been planned."""
-        return Step(
-            step_id=self.step_id,
-            inits=tuple(self.inits),
-            page_updates=tuple(self.page_updates),
-            works=tuple(self.works),
-            samples=tuple(self.samples),
-            copies=tuple(self.copies),
-            masks=tuple(self.masks),
-            drafts=tuple(self.drafts),
-            logprobs=self.logprobs,
-            prompt_logprobs=tuple(self.prompt_logprobs),
-            started=tuple(self.started),
-        )
+        return Step(self.step_id, **{name: tuple(getattr(self, name)) for name in _PARTS})

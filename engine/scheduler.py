@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from engine.cache.kv_cache import CacheView, KVCache
+from engine.cache.kv_cache import KVCache
 from engine.cache.pool import check
 from engine.config import EngineConfig
 from engine.grammar import GrammarError, GrammarMatcher, Grammars
@@ -63,6 +63,7 @@ class Scheduler:
         watermark: share of the pool to spare when one is admitted beside others (0: none).
 
     Attributes:
+        cache: the pages and the tree.
         draining: no new request is taken.
     """
 
@@ -79,7 +80,7 @@ class Scheduler:
         self.grammars = grammars or Grammars()
         self.tracer = tracer or Tracer(0)
         self._config, self._info = config, info
-        self._cache = KVCache(info.num_pages, info.page_size, prefix_cache=config.prefix_cache)
+        self.cache = KVCache(info.num_pages, info.page_size, prefix_cache=config.prefix_cache)
         self._budget = info.max_num_batched_tokens
         self._reserve = config.reserve_full_length
         self._guess = 0 if config.speculative == "off" else config.speculative_length
@@ -89,8 +90,7 @@ class Scheduler:
         self._random = random.Random(config.seed)
         self._stats = CoreStats(total_pages=info.num_pages)
         self._live: dict[str, dict[int, Sequence]] = {}  # unfinished sequences, by request and index
-        self._num_sequences = 0  # live ones
-        self._waiting = WaitingQueue(config, self._cache.hit if config.admission == "prefix" else None)
+        self._waiting = WaitingQueue(config, self.cache.hit if config.admission == "prefix" else None)
         self._prefilling: dict[Sequence, None] = {}  # running, in the order of admission
         self._decoding: dict[Sequence, None] = {}
         self._leaving: list[Sequence] = []  # no longer running, but used by a step in flight
@@ -124,7 +124,6 @@ class Scheduler:
             for index, matcher in enumerate(matchers)
         ]
         self._live[request.request_id] = dict(enumerate(sequences))
-        self._num_sequences += len(sequences)
         self._waiting.join(request)
         before = [("arrived", request.arrival), *request.marks]
         self.tracer.begin(request.request_id, [TraceEvent(at, kind, {}) for kind, at in before])
@@ -211,14 +210,14 @@ class Scheduler:
             return None
         if asked := self._asked:
             rows = enumerate(sample[1] for sample in plan.samples)
-            plan.logprobs = tuple((index, asked[row]) for index, row in rows if row in asked)
+            plan.logprobs = [(index, asked[row]) for index, row in rows if row in asked]
         step = plan.step()
         self._in_flight[step.step_id] = step
         self._next_id += 1
         return step
 
     def _decode(self, plan: Plan, decoding: tuple[Sequence, ...]) -> None:
-        works, samples, page_size, step_id = plan.works, plan.samples, self._cache.page_size, plan.step_id
+        works, samples, page_size, step_id = plan.works, plan.samples, self.cache.page_size, plan.step_id
         limit, running = len(works) + plan.budget, State.RUNNING
         plan.room = self._max_samples - len(decoding)
         for sequence in decoding:
@@ -277,7 +276,7 @@ class Scheduler:
         is the rejection rule of speculative sampling for a proposal that is certain (Leviathan et al.,
         arXiv:2211.17192). K and V of a wrong guess lie beyond `num_computed`, where the next step writes.
         """
-        spare, page_size = self._cache.available - self._watermark, self._cache.page_size
+        spare, page_size = self.cache.available - self._watermark, self.cache.page_size
         for sequence in plan.guessing:
             room = min(plan.budget, self._max_samples - len(plan.samples), sequence.max_length - sequence.num_tokens)
             start, row, ngrams = sequence.num_computed, sequence.row, sequence.ngrams
@@ -290,7 +289,7 @@ class Scheduler:
             count = len(masks)
             if not count:
                 continue
-            missing = self._cache.missing(sequence, start + count)
+            missing = self.cache.missing(sequence, start + count)
             if missing > 0:
                 spare -= missing
                 self._lengthen(plan, sequence, missing)
@@ -329,17 +328,17 @@ class Scheduler:
     def _fits(self, plan: Plan, sequence: Sequence) -> bool:
         """Whether the sequence can be admitted; if so, it has its cached prefix."""
         kept = self._watermark if self.num_running else 0
-        if self._cache.available <= kept:
+        if self.cache.available <= kept:
             return False
-        self._cache.lock(sequence)
+        self.cache.lock(sequence)
         gap = sequence.num_tokens - sequence.num_computed
         whole = self._config.chunked_prefill or gap <= plan.budget or plan.budget == self._budget
         wanted = sequence.max_length if self._reserve else sequence.num_tokens
-        missing = self._cache.missing(sequence, wanted - sequence.num_computed)
-        if whole and self._cache.available - missing >= kept:
-            self._cache.acquire(sequence)
+        missing = self.cache.missing(sequence, wanted - sequence.num_computed)
+        if whole and self.cache.available - missing >= kept:
+            self.cache.acquire(sequence)
             return True
-        self._cache.release(sequence)
+        self.cache.release(sequence)
         return False
 
     def _start(self, plan: Plan, sequence: Sequence) -> None:
@@ -354,7 +353,7 @@ class Scheduler:
             if sequence.node is not None:
                 self._stats.prefix_query_tokens += min(sequence.num_tokens, sequence.logprobs_from)
                 self._stats.prefix_hit_tokens += hit
-                self._cache.count_hit(sequence)
+                self.cache.count_hit(sequence)
 
     def _occupy(self, plan: Plan, sequence: Sequence) -> None:
         """Takes a row, for a sequence that may have pages already."""
@@ -371,7 +370,7 @@ class Scheduler:
             self._asked[row] = request.params.top_logprobs
         plan.inits.append(RowInit(row, tokens, prompt_length, request.params, sequence.index, sequence.stop_mask))
         if self._reserve:
-            self._cache.grow(sequence, self._cache.missing(sequence, sequence.max_length))
+            self.cache.grow(sequence, self.cache.missing(sequence, sequence.max_length))
         if sequence.pages:
             plan.page_updates.append(PageUpdate(row, 0, tuple(sequence.pages)))
 
@@ -380,11 +379,11 @@ class Scheduler:
         position = sequence.num_computed
         gap = sequence.num_tokens - position
         chunk = min(gap, plan.budget)
-        missing = self._cache.missing(sequence, position + chunk)
+        missing = self.cache.missing(sequence, position + chunk)
         if missing > 0:
             if not self._grow(plan, sequence, missing):
                 return
-            chunk = min(chunk, len(sequence.pages) * self._cache.page_size - position)
+            chunk = min(chunk, len(sequence.pages) * self.cache.page_size - position)
         plan.works.append(RowWork(sequence.row, position, chunk))
         first = max(sequence.logprobs_from, position + 1)
         end = min(position + 1 + chunk, len(sequence.request.prompt))
@@ -400,7 +399,7 @@ class Scheduler:
         sequence.last_step = plan.step_id
         if sequence.ngrams is not None:
             sequence.ngrams.follow(chunk)
-        self._cache.publish(sequence)
+        self.cache.publish(sequence)
         if chunk == gap:
             del self._prefilling[sequence]
             self._draw(plan, sequence)
@@ -419,10 +418,10 @@ class Scheduler:
         """A sibling goes on from the leader's prompt. It queues on its own where it does not fit in this step."""
         sibling.leader = None
         # Full pages are shared.
-        wanted = len(leader.pages) - leader.num_computed // self._cache.page_size if self._reserve else 1
+        wanted = len(leader.pages) - leader.num_computed // self.cache.page_size if self._reserve else 1
         shared = leader.node is not None  # so that it finds the prompt again
-        if self._free_rows and self._cache.available - wanted >= self._watermark and (plan.moving > 0 or not shared):
-            plan.copies += self._cache.fork(leader, sibling)
+        if self._free_rows and self.cache.available - wanted >= self._watermark and (plan.moving > 0 or not shared):
+            plan.copies += self.cache.fork(leader, sibling)
             self._occupy(plan, sibling)
             self._draw(plan, sibling)
         else:
@@ -433,7 +432,7 @@ class Scheduler:
 
         Returns: False if it must wait for pages that steps in flight still use, or has been preempted itself.
         """
-        while not self._cache.available:
+        while not self.cache.available:
             plan.short = True
             if self._leaving:
                 return False
@@ -441,12 +440,12 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return False
-        self._lengthen(plan, sequence, min(wanted, self._cache.available))
+        self._lengthen(plan, sequence, min(wanted, self.cache.available))
         return True
 
     def _lengthen(self, plan: Plan, sequence: Sequence, count: int) -> None:
         first = len(sequence.pages)
-        plan.page_updates.append(PageUpdate(sequence.row, first, self._cache.grow(sequence, count)))
+        plan.page_updates.append(PageUpdate(sequence.row, first, self.cache.grow(sequence, count)))
 
     def _standing(self, sequence: Sequence) -> tuple[Any, ...]:
         """The last of running sequences in this order is preempted first."""
@@ -477,7 +476,6 @@ class Scheduler:
             sequence.followers[0].logprobs_from = sequence.logprobs_from
             self._enqueue(sequence.followers)
             sequence.followers = []
-        self._num_sequences -= 1
         request_id = sequence.request.request_id
         siblings = self._live[request_id]
         del siblings[sequence.index]
@@ -509,7 +507,7 @@ class Scheduler:
         self._free_rows.append(sequence.row)
         sequence.row = -1
         sequence.num_tokens = len(sequence.tokens)
-        self._cache.release(sequence)
+        self.cache.release(sequence)
 
     def _sweep(self) -> None:
         """Takes back what leaving sequences held, as soon as nothing uses it."""
@@ -531,7 +529,7 @@ class Scheduler:
         updates = [*self._spoilt(step, [at for at in result.failed if at < plain]), *self._prompt_updates(step, result)]
         ended: list[tuple[Sequence, FinishReason]] = []
         before, more = len(updates), 0  # more: tokens behind right guesses; less the one that a grammar refuses
-        rows, page_size, running = self._rows, self._cache.page_size, State.RUNNING
+        rows, page_size, running = self._rows, self.cache.page_size, State.RUNNING
         guessed, records, traced = step.guessed(result), step.records(result), self.tracer.keeps
         for (_, row), token in zip(step.samples[:plain], result.tokens[:plain], strict=True):
             sequence = rows[row]
@@ -551,7 +549,7 @@ class Scheduler:
                 if token in sequence.stops or len(tokens) >= sequence.max_length:
                     finish = sequence.judge(token)
             if sequence.num_computed - sequence.num_cached >= page_size:
-                self._cache.publish(sequence)
+                self.cache.publish(sequence)
             updates.append(SequenceUpdate(sequence.request.request_id, sequence.index, taken, finish))
             if records:
                 updates[-1].logprobs = b"".join(records.get(row, ())[: len(taken)])
@@ -587,7 +585,7 @@ class Scheduler:
             sequence = self._rows[step.samples[index].row]
             dead_end = any(at == index and not any(mask) for at, mask in step.masks)
             if not dead_end:
-                self._cache.withdraw(sequence, 0)
+                self.cache.withdraw(sequence, 0)
             if not self._is_void(sequence, step):
                 if dead_end:
                     yield self._fail(sequence, "its grammar allows no token", FinishReason.GRAMMAR)
@@ -605,7 +603,7 @@ class Scheduler:
             if later.step_id >= step.step_id:
                 self._taint(later, spoilt, all_of_it=later is step)
         for work in step.works:
-            self._cache.withdraw(self._rows[work.row], work.start // self._cache.page_size)
+            self.cache.withdraw(self._rows[work.row], work.start // self.cache.page_size)
         rows = dict.fromkeys([work.row for work in step.works] + [sample.row for sample in step.samples])
         parts = [self._rows[row] for row in rows]
         updates = [self._fail(sequence, message) for sequence in parts if not self._is_void(sequence, step)]
@@ -622,7 +620,7 @@ class Scheduler:
         for row, start, length in step.works:
             pages = self._rows[row].pages
             if all_of_it or not spoilt.isdisjoint(pages):
-                spoilt.update(pages[start // self._cache.page_size : -(-(start + length) // self._cache.page_size)])
+                spoilt.update(pages[start // self.cache.page_size : -(-(start + length) // self.cache.page_size)])
         spoilt.update(target for source, target in step.copies if source in spoilt)
 
     def _collected(self, step: Step) -> None:
@@ -644,7 +642,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that are queued, preempted, or wait for a sibling to have their prompt computed."""
-        return self._num_sequences - self.num_running
+        return sum(map(len, self._live.values())) - self.num_running
 
     @property
     def stats(self) -> CoreStats:
@@ -653,21 +651,10 @@ class Scheduler:
         stats.running_sequences = self.num_running
         stats.waiting_sequences = self.num_waiting
         stats.live_requests = len(self._live)
-        stats.free_pages = self._cache.num_free
-        stats.cached_pages = self._cache.num_cached
+        stats.free_pages = self.cache.num_free
+        stats.cached_pages = self.cache.num_cached
         stats.used_pages = stats.total_pages - stats.free_pages - stats.cached_pages
         return stats
-
-    def cache_view(self) -> CacheView:
-        """What is in the pages and in the tree."""
-        return self._cache.view()
-
-    def flush_cache(self) -> int:
-        """Forgets every cached prefix, those in use too (their sequences keep the pages until they end).
-
-        Returns: the pages freed.
-        """
-        return self._cache.flush()
 
     def check_integrity(self) -> None:
         """Compares all books with one another; O(everything).
@@ -678,7 +665,7 @@ class Scheduler:
         running = {*self._decoding, *self._prefilling}
         live = {sequence for siblings in self._live.values() for sequence in siblings.values()}
         queued = {*self._waiting, *(follower for sequence in live for follower in sequence.followers)}
-        self._cache.check_integrity(held)
+        self.cache.check_integrity(held)
         rows = sorted([*self._rows, *self._free_rows])
         check(rows == list(range(self._info.max_num_seqs)), "a row is lost")
         check(all(one.row == row for row, one in self._rows.items()), "a sequence is not in its row")
@@ -686,5 +673,4 @@ class Scheduler:
         check(sorted(map(id, held)) == used, "rows are not those of running and leaving")
         check(self._waiting.in_order, "the queue is out of order, or miscounted")
         check(live == running | queued and not running & queued, "live is not running or queued")
-        check(len(live) == self._num_sequences, "live sequences are miscounted")
         check(all((one.state is State.RUNNING) == (one in running) for one in live), "a state is wrong")

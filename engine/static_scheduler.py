@@ -51,7 +51,7 @@ class StaticScheduler(Scheduler):
     def _begin(self, plan: Plan) -> None:
         batch: list[Sequence] = []
         for sequence in self._waiting.candidates():
-            lacking = self._cache.missing(sequence, sequence.max_length) > self._cache.available
+            lacking = self.cache.missing(sequence, sequence.max_length) > self.cache.available
             if lacking or not self._free_rows:
                 break
             self._waiting.remove(sequence)

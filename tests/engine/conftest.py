@@ -433,7 +433,7 @@ class Harness:
 
     def check_cache(self) -> None:
         """Every page of the tree holds the K and V of just the tokens that it is found by (or is not finite)."""
-        tree = self.scheduler._cache._tree
+        tree = self.scheduler.cache._tree
         stack = [(child, 0) for child in tree._root.children.values()]
         while stack:
             node, history = stack.pop()

@@ -114,6 +114,6 @@ def test_nothing_leaks(tmp_path, monkeypatch):
     assert grown < 48
     assert min(stats.preemptions, evicted[0], stats.accepted_tokens) > REQUESTS // 100
     assert (stats.running_sequences, stats.waiting_sequences, stats.used_pages) == (0, 0, 0)
-    scheduler.flush_cache()
+    scheduler.cache.flush()
     assert scheduler.stats.free_pages == scheduler.stats.total_pages
     assert len(scheduler._free_rows) == 64

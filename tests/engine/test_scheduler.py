@@ -289,7 +289,7 @@ def test_flushing_forgets_pages_in_use_too(harness):
     engine.run()
     engine.add("runs", prompt(20, 2), max_tokens=20, ignore_eos=True)
     engine.turn()
-    assert engine.scheduler.flush_cache() == 5
+    assert engine.scheduler.cache.flush() == 5
     engine.add("late", prompt(20, 2), max_tokens=1)
     engine.run().check_outputs()
     assert engine.cached["late"] == 0

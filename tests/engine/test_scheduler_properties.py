@@ -99,7 +99,7 @@ def machine(harness, *, static: bool) -> type[RuleBasedStateMachine]:
 
         @rule()
         def flush(self):
-            self.engine.scheduler.flush_cache()
+            self.engine.scheduler.cache.flush()
 
         def teardown(self):
             engine = getattr(self, "engine", None)

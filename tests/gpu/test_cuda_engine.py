@@ -230,8 +230,8 @@ def test_stale_nan_does_not_matter(family: str, model_of: Callable[..., Any], to
     core = tools.core_on(llm)
     for cached in (False, True, False):
         if not cached:
-            core.scheduler.flush_cache()
-        tools.poison(llm, but=core.scheduler._cache._tree.pages())
+            core.scheduler.cache.flush()
+        tools.poison(llm, but=core.scheduler.cache._tree.pages())
         outcome = tools.drive(core, requests(MANY, greedy(20)), every=2)
         model.assert_greedy(MANY, firsts(outcome, len(MANY)))
         assert (sum(outcome.cached.values()) > 0) == cached

@@ -115,7 +115,7 @@ def soak_round(seed: int, llm: LLM, model: Any, tools: SimpleNamespace, core: An
     outcome = tools.drive(core, plan.requests, every=draw.choice((0, 1, 3)), aborts=aborts, each_turn=look)
     tools.assert_settled(core)
     # What is not cached may hold anything by the next round.
-    tools.poison(llm, but=scheduler._cache._tree.pages())
+    tools.poison(llm, but=scheduler.cache._tree.pages())
 
     whole = [each for each in plan.requests if (each.request_id, 0) in outcome.finish]
     whole = [each for each in whole if each.request_id not in plan.aborted]

@@ -87,7 +87,7 @@ def test_smollm2_copies_what_it_read(default_model, own_data):
     first = llm.core.stats()
     assert first.accepted_tokens > 0.6 * first.draft_tokens > 30
     before, drafted = first.steps, first.draft_tokens
-    llm.core.scheduler.flush_cache()
+    llm.core.scheduler.cache.flush()
     for number, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
         llm.core.scheduler.add(Request(str(number), tuple(prompt), each, speculative=False))
     plain: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
