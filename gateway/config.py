@@ -1,16 +1,16 @@
 """The gateway's settings, checked where they enter. Knows nothing of HTTP or gRPC."""
 
-import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 
-from fulcrum.keys import KeyRing
+from fulcrum.keys import KeyRing, is_loopback
 from fulcrum.tls import Identity, channel_credentials, identity
 from telemetry.tracing import check_endpoint
 
 MIB = 1 << 20
+LEAST = {"max_body_bytes": 1, "max_prompts": 1, "channels_per_engine": 1, "shutdown_seconds": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +70,16 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         """Raises: ValueError naming the field that is wrong."""
-        for name in ("max_body_bytes", "max_prompts", "channels_per_engine"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         check_endpoint(self.otlp_endpoint)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be 0 to 65535, not {self.port}")
-        if self.request_timeout is not None and not 0 < self.request_timeout < float("inf"):
-            raise ValueError(f"request_timeout must be a positive number of seconds, not {self.request_timeout}")
-        for name in ("heartbeat_seconds", "arrival_seconds"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be a positive number, not {getattr(self, name)}")
-        if self.shutdown_seconds < 0:
-            raise ValueError(f"shutdown_seconds must not be negative, not {self.shutdown_seconds}")
+        for name in ("request_timeout", "heartbeat_seconds", "arrival_seconds"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be a positive number of seconds, not {value}")
         if not self.engines or not all(self.engines):
             raise ValueError("engines must name at least one HOST:PORT")
         self.identity()
@@ -109,13 +106,3 @@ class GatewayConfig:
         if self.engine_cert or self.engine_cert_key or self.engine_tls_name:
             raise ValueError("engine_cert, engine_cert_key and engine_tls_name need engine_ca")
         return None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address bound to `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

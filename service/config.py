@@ -1,11 +1,10 @@
 """The service's settings, checked where they enter. Knows nothing of the engine's own (engine/config.py)."""
 
-import ipaddress
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fulcrum.keys import KeyRing
+from fulcrum.keys import KeyRing, is_loopback
 from fulcrum.tls import Identity, identity
 from service.parsers.registry import check_names
 from telemetry.tracing import check_endpoint
@@ -149,13 +148,3 @@ def split_address(address: str, name: str = "address") -> tuple[str, int]:
     elif ":" in host:
         raise ValueError(f"{name}: an IPv6 host is written in brackets, [HOST]:PORT, not {address!r}")
     return host, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether the host is this machine alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -6,6 +6,7 @@ Keys are random and long, so that one round of SHA-256 hides them.
 
 import hashlib
 import hmac
+import ipaddress
 import logging
 import re
 import time
@@ -60,6 +61,16 @@ def digest(key: str) -> bytes:
 def is_tenant(name: str) -> bool:
     """Whether a tenant may be called so."""
     return _NAME.fullmatch(name) is not None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address bound to `host`: the one that may be open without a key."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def bearer(authorization: object) -> str | None:
