@@ -228,7 +228,8 @@ class Crowd:
 
     async def does_anything(self) -> None:
         acts = (self.compares, self.compares, self.compares, self.reads_slowly, self.posts, self.reads_http)
-        acts += (self.leaves_http, self.cancels, self.is_wrong, self.is_late, self.is_aborted, self.flushes)
+        acts += (self.leaves_http, self.is_impatient, self.cancels, self.is_wrong, self.is_late, self.is_aborted)
+        acts += (self.flushes, self.looks)
         while time.monotonic() < self.began + SECONDS / ROUNDS:
             act = self.draw.choice(acts)
             await act(self.draw.randrange(CASES))
@@ -295,6 +296,13 @@ class Crowd:
         await self.admin.FlushCache(pb.FlushCacheRequest())
         await asyncio.sleep(0)
 
+    async def looks(self, number: int) -> None:
+        tokenized = await self.stub.Tokenize(pb.TokenizeRequest(text=PREFIX))
+        assert b"".join(tokenized.token_bytes) == PREFIX.encode()
+        assert len((await self.admin.GetCache(pb.GetCacheRequest())).pages) == PAGES
+        assert (await self.admin.GetSteps(pb.GetStepsRequest())).steps
+        assert (await self.client.get("/health")).status_code == 200
+
     async def posts(self, number: int) -> None:
         said = await self.post(number)
         assert same(said, self.replies[number]), (self.bodies[number], said, self.replies[number])
@@ -305,6 +313,11 @@ class Crowd:
             async for _ in response.aiter_lines():
                 if self.draw.random() < 0.3:
                     return
+
+    async def is_impatient(self, number: int) -> None:
+        path, body = self.bodies[number]
+        with contextlib.suppress(httpx.TimeoutException):
+            await self.client.post(path, json=body, timeout=self.draw.random() * 0.1)
 
     async def reads_http(self, number: int) -> None:
         (path, body), reply = self.bodies[number], self.replies[number]
