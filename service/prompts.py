@@ -17,7 +17,7 @@ from service.parsers.output_parser import Reading
 from service.parsers.registry import Formats
 from service.parsers.think import Think
 from service.tokenizer import Tokenizer
-from service.tools import check_tools, json_object, must_call, offered_tools
+from service.tools import json_object, must_call, read_tools
 from service.turns import Turns
 from service.validate import (
     MAX_ARGUMENTS_BYTES,
@@ -103,22 +103,23 @@ class Prompts:
         count = len(chat.messages)
         if window is not None and count > window:  # each is a token at least
             raise window_exceeded("chat", window, f"the chat has {count} messages", prompt_tokens=count)
-        variables = _check_chat(chat)
-        tools = offered_tools(chat)
+        messages, tools, variables = _read_chat(chat)
         if tools:
             self._refuse_tools(chat.tool_choice)
         continue_final = chat.continue_final_message
         add_generation = given(chat, "add_generation_prompt", not continue_final)
         try:
             text = self.template.render(
-                _messages(chat),
+                messages,
                 tools=tools,
                 add_generation_prompt=add_generation,
                 continue_final_message=continue_final,
                 template_kwargs=variables,
             )
         except TemplateError as error:
-            raise _template_error(str(error)) from error
+            text = str(error) or "the template failed"
+            code = grpc.StatusCode.INVALID_ARGUMENT
+            raise ApiError(code, "TEMPLATE_ERROR", text, field="chat.messages") from error
         rendered = time.monotonic()
         reading = self._reading(chat, text, tools)
         if reading.tools is not None and reading.must_call:
@@ -142,7 +143,7 @@ class Prompts:
         opened = reasoning is not None and _opened(chat, text, reasoning)
         thinks = reasoning is not None and not text.rstrip().endswith(reasoning.closing)
         parallel = given(chat, "parallel_tool_calls", True)
-        schemas = {tool.name: json_object(tool.parameters_json) or {} for tool in chat.tools}
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
         if calls is not None and must_call(chat.tool_choice):
             if only := chat.tool_choice.function:
                 schemas, parallel = {only: schemas[only]}, False
@@ -166,75 +167,58 @@ class Prompts:
             raise invalid([Violation(field, str(error))]) from error
 
 
-def _check_chat(chat: pb.Chat) -> dict[str, Any]:
-    """Raises ApiError naming every bad field. Returns the further variables for the template."""
+def _read_chat(chat: pb.Chat) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+    """The messages and the tools that may be called, in OpenAI's form, and the further variables for the template.
+
+    Raises ApiError naming every bad field.
+    """
     bad = Violations()
     bad.unless(len(chat.messages) > 0, "chat.messages", "there are none")
     bad.most("chat.messages", len(chat.messages), MAX_MESSAGES)
     bad.most("chat.template_kwargs_json", len(chat.template_kwargs_json.encode()), MAX_KWARGS_BYTES, "bytes are given")
     bad.check()
-    for number, message in enumerate(chat.messages):
-        where = f"chat.messages[{number}]"
-        bad.unless(
-            message.role in _ROLES, f"{where}.role", f"must be one of {', '.join(_ROLES)}, not {message.role[:50]!r}"
-        )
-        bad.most(f"{where}.content", len(message.content), MAX_PARTS)
-        bad.most(f"{where}.tool_calls", len(message.tool_calls), MAX_CALLS)
-        for position, part in enumerate(message.content):
-            if part.WhichOneof("part") != "text":
-                kind = part.unsupported or "an empty part"
-                bad.append(Violation(f"{where}.content[{position}]", f"only text is taken, not {kind:.50}"))
-        bad.unless(
-            not message.tool_calls or message.role == "assistant",
-            f"{where}.tool_calls",
-            "only the assistant calls tools",
-        )
-        for position, call in enumerate(message.tool_calls):
-            field = f"{where}.tool_calls[{position}]"
-            bad.unless(bool(call.name), f"{field}.name", "is empty")
-            arguments, field = call.arguments_json, f"{field}.arguments_json"
-            if bad.most(field, len(arguments.encode()), MAX_ARGUMENTS_BYTES, "bytes are given"):
-                bad.unless(json_object(arguments) is not None, field, "is no JSON object")
-    bad.unless(
-        not (chat.continue_final_message and chat.add_generation_prompt),
-        "chat.continue_final_message",
-        "excludes add_generation_prompt",
-    )
+    messages = [_message(message, f"chat.messages[{number}]", bad) for number, message in enumerate(chat.messages)]
+    both = chat.continue_final_message and chat.add_generation_prompt
+    bad.unless(not both, "chat.continue_final_message", "excludes add_generation_prompt")
     variables = json_object(chat.template_kwargs_json)
     bad.unless(variables is not None, "chat.template_kwargs_json", "is no JSON object")
     for name in variables or {}:
-        bad.unless(
-            name.isidentifier() and name not in RESERVED, "chat.template_kwargs_json", f"{name!r:.50} cannot be set"
-        )
-    check_tools(chat, bad)
+        known = name.isidentifier() and name not in RESERVED
+        bad.unless(known, "chat.template_kwargs_json", f"{name!r:.50} cannot be set")
+    tools = read_tools(chat, bad)
     bad.check()
-    return variables or {}
+    return messages, tools, variables or {}
 
 
-def _messages(chat: pb.Chat) -> list[dict[str, Any]]:
-    """The messages as templates know them (OpenAI's shape). A single text is a string, several are a list."""
-    messages: list[dict[str, Any]] = []
-    for message in chat.messages:
-        texts = [part.text for part in message.content]
-        content = "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
-        entry: dict[str, Any] = {"role": message.role, "content": content}
-        if message.name:
-            entry["name"] = message.name
-        if message.tool_calls:
-            entry["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json_object(call.arguments_json)},
-                }
-                for call in message.tool_calls
-            ]
-        if message.tool_call_id:
-            entry["tool_call_id"] = message.tool_call_id
-        if message.reasoning:
-            entry["reasoning_content"] = message.reasoning
-        messages.append(entry)
-    return messages
+def _message(message: pb.ChatMessage, where: str, bad: Violations) -> dict[str, Any]:
+    """The message in OpenAI's form: a single text is a string, several are a list. Adds its bad fields to `bad`."""
+    role = message.role
+    bad.unless(role in _ROLES, f"{where}.role", f"must be one of {', '.join(_ROLES)}, not {role[:50]!r}")
+    bad.most(f"{where}.content", len(message.content), MAX_PARTS)
+    texts = [part.text for part in message.content]
+    for position, part in enumerate(message.content):
+        if part.WhichOneof("part") != "text":
+            kind = part.unsupported or "an empty part"
+            bad.append(Violation(f"{where}.content[{position}]", f"only text is taken, not {kind:.50}"))
+    where = f"{where}.tool_calls"
+    bad.most(where, len(message.tool_calls), MAX_CALLS)
+    bad.unless(not message.tool_calls or role == "assistant", where, "only the assistant calls tools")
+    calls = []
+    for position, call in enumerate(message.tool_calls):
+        bad.unless(bool(call.name), f"{where}[{position}].name", "is empty")
+        field, arguments = f"{where}[{position}].arguments_json", None
+        if bad.most(field, len(call.arguments_json.encode()), MAX_ARGUMENTS_BYTES, "bytes are given"):
+            arguments = json_object(call.arguments_json)
+            bad.unless(arguments is not None, field, "is no JSON object")
+        calls.append({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}})
+    content = "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
+    further = {
+        "name": message.name,
+        "tool_calls": calls,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning,
+    }
+    return {"role": role, "content": content} | {name: value for name, value in further.items() if value}
 
 
 def _opened(chat: pb.Chat, text: str, form: type[Think]) -> bool:
@@ -243,9 +227,3 @@ def _opened(chat: pb.Chat, text: str, form: type[Think]) -> bool:
         return text.rstrip().endswith(form.opening)
     final = "".join(part.text for part in chat.messages[-1].content)
     return final.rfind(form.opening) > final.rfind(form.closing)
-
-
-def _template_error(text: str) -> ApiError:
-    return ApiError(
-        grpc.StatusCode.INVALID_ARGUMENT, "TEMPLATE_ERROR", text or "the template failed", field="chat.messages"
-    )

@@ -13,27 +13,33 @@ MAX_ALL_BYTES = 1 << 20
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
-def check_tools(chat: pb.Chat, bad: Violations) -> None:
-    """Adds a violation for everything that is wrong with tools and tool_choice."""
+def read_tools(chat: pb.Chat, bad: Violations) -> list[dict[str, Any]]:
+    """The tools that the model may call, in OpenAI's form, as templates take them; none where tool_choice is none.
+
+    Adds a violation for everything that is wrong with tools and tool_choice.
+    """
     count = len(chat.tools)
     size = sum(tool.ByteSize() for tool in chat.tools[:MAX_TOOLS])
-    if not bad.most("chat.tools", count, MAX_TOOLS) or not bad.most(
-        "chat.tools", size, MAX_ALL_BYTES, "bytes are given"
+    if not (
+        bad.most("chat.tools", count, MAX_TOOLS) and bad.most("chat.tools", size, MAX_ALL_BYTES, "bytes are given")
     ):
-        return
+        return []
+    tools = []
     names: set[str] = set()
     for number, tool in enumerate(chat.tools):
         where = f"chat.tools[{number}]"
         if not bad.most(where, tool.ByteSize(), MAX_TOOL_BYTES, "bytes are given"):
             continue
-        bad.unless(
-            _NAME.fullmatch(tool.name) is not None,
-            f"{where}.name",
-            f"must be 1 to 64 letters, digits, _ or - (ASCII), not {tool.name!r:.50}",
-        )
+        text = f"must be 1 to 64 letters, digits, _ or - (ASCII), not {tool.name!r:.50}"
+        bad.unless(_NAME.fullmatch(tool.name) is not None, f"{where}.name", text)
         bad.unless(tool.name not in names, f"{where}.name", f"{tool.name!r:.70} is given twice")
         names.add(tool.name)
-        bad.unless(json_object(tool.parameters_json) is not None, f"{where}.parameters_json", "is no JSON object")
+        parameters = json_object(tool.parameters_json)
+        bad.unless(parameters is not None, f"{where}.parameters_json", "is no JSON object")
+        function: dict[str, Any] = {"name": tool.name}
+        function |= {"description": tool.description} if tool.description else {}
+        function |= {"parameters": parameters} if tool.parameters_json else {}
+        tools.append({"type": "function", "function": function})
     choice = chat.tool_choice
     match choice.WhichOneof("choice"):
         case "function":
@@ -43,21 +49,7 @@ def check_tools(chat: pb.Chat, bad: Violations) -> None:
             bad.unless(choice.mode in pb.ToolChoice.Mode.values(), "chat.tool_choice", f"is unknown: {choice.mode}")
             needy = choice.mode == pb.ToolChoice.MODE_REQUIRED and not count
             bad.unless(not needy, "chat.tool_choice", "requires a call, but there are no tools")
-
-
-def offered_tools(chat: pb.Chat) -> list[dict[str, Any]]:
-    """The tools that the model may call, in OpenAI's form, as templates take them; none where tool_choice is none."""
-    if chat.tool_choice.mode == pb.ToolChoice.MODE_NONE:
-        return []
-    tools = []
-    for tool in chat.tools:
-        function: dict[str, Any] = {"name": tool.name}
-        if tool.description:
-            function["description"] = tool.description
-        if tool.parameters_json:
-            function["parameters"] = json_object(tool.parameters_json)
-        tools.append({"type": "function", "function": function})
-    return tools
+    return [] if choice.mode == pb.ToolChoice.MODE_NONE else tools
 
 
 def must_call(choice: pb.ToolChoice) -> bool:
