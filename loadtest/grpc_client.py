@@ -8,35 +8,22 @@ from urllib.parse import urlsplit
 import grpc
 import grpc.aio
 
-from fulcrum.v1.inference_pb2 import (
-    Chat,
-    ChatMessage,
-    ContentPart,
-    GenerateRequest,
-    OutputOptions,
-    SamplingParams,
-    StoppingCriteria,
-)
+from fulcrum.client import FulcrumError, message, open_channel
+from fulcrum.v1.inference_pb2 import Chat, GenerateRequest, OutputOptions, SamplingParams, StoppingCriteria
 from fulcrum.v1.inference_pb2_grpc import InferenceServiceStub
 from loadtest.records import Message, Prompt, Record, Target, messages_of
 
 _CHANNELS = 4  # so that one worker reaches several service processes behind one port
+_OPTIONS = (("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1))
 
 
 class GrpcClient:
     """Sends prompts to the engine of a target. Made inside a running event loop."""
 
     def __init__(self, target: Target) -> None:
-        parts = urlsplit(target.url)
-        options = (("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1))
         self._target = target
-        self._metadata = tuple((name.lower(), value) for name, value in target.headers.items())
-        self._channels = [
-            grpc.aio.secure_channel(parts.netloc, grpc.ssl_channel_credentials(), options=options)
-            if parts.scheme == "https"
-            else grpc.aio.insecure_channel(parts.netloc, options=options)
-            for _ in range(_CHANNELS)
-        ]
+        address, credentials, self._metadata = connection(target)
+        self._channels = [open_channel(address, credentials, _OPTIONS) for _ in range(_CHANNELS)]
         self._stubs = itertools.cycle([InferenceServiceStub(channel) for channel in self._channels])
 
     async def send(self, prompt: Prompt, record: Record) -> None:
@@ -47,10 +34,9 @@ class GrpcClient:
             record.start = time.perf_counter()
             record.error = f"cannot be sent: {error}"
             return
-        record.prompt_tokens = prompt.prompt_len
         times: list[float] = []
         pieces, finished = [], False
-        record.start = time.perf_counter()
+        record.prompt_tokens, record.start = prompt.prompt_len, time.perf_counter()
         call = next(self._stubs).Generate(request, metadata=self._metadata)
         try:
             async for response in call:
@@ -62,11 +48,10 @@ class GrpcClient:
                     record.latency = time.perf_counter() - record.start
                 elif kind == "usage":
                     finished, usage = True, response.usage
-                    record.prompt_tokens = usage.prompt_tokens
-                    record.output_tokens = usage.completion_tokens
+                    record.prompt_tokens, record.output_tokens = usage.prompt_tokens, usage.completion_tokens
                     record.cached_tokens = usage.cached_tokens
         except grpc.aio.AioRpcError as error:
-            record.error = f"{error.code().name}: {(error.details() or '')[:300]}"
+            record.error = str(FulcrumError.from_rpc(error))[:300]
         finally:
             call.cancel()
         record.text = "".join(pieces)
@@ -104,5 +89,11 @@ class GrpcClient:
 
 def chat(messages: Iterable[Message]) -> Chat:
     """These messages as the contract has them."""
-    parts = ((each["role"], ContentPart(text=each["content"])) for each in messages)
-    return Chat(messages=[ChatMessage(role=role, content=[part]) for role, part in parts])
+    return Chat(messages=[message(each["role"], each["content"]) for each in messages])
+
+
+def connection(target: Target) -> tuple[str, grpc.ChannelCredentials | None, tuple[tuple[str, str], ...]]:
+    """Address, credentials and metadata of the calls to an engine."""
+    parts = urlsplit(target.url)
+    credentials = grpc.ssl_channel_credentials() if parts.scheme == "https" else None
+    return parts.netloc, credentials, tuple((name.lower(), value) for name, value in target.headers.items())

@@ -7,15 +7,13 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-import grpc
 import httpx
 
 from fulcrum.client import FulcrumError
 from fulcrum.sync_client import SyncFulcrumClient
 from fulcrum.v1.inference_pb2 import DetokenizeRequest, TokenizeRequest
-from loadtest.grpc_client import chat
+from loadtest.grpc_client import chat, connection
 from loadtest.records import Content, LoadTestError, Message, Target, messages_of
 
 if TYPE_CHECKING:
@@ -153,7 +151,6 @@ def _asked(target: Target) -> Iterator[Callable[[str, dict[str, Any] | None], di
 
     What goes wrong with the connection becomes a LoadTestError.
     """
-    parts = urlsplit(target.url)
 
     def posted(path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         answer = http.get(path) if body is None else http.post(path, json={"model": target.model, **body})
@@ -176,9 +173,8 @@ def _asked(target: Target) -> Iterator[Callable[[str, dict[str, Any] | None], di
 
     try:
         if target.backend == "grpc":
-            credentials = grpc.ssl_channel_credentials() if parts.scheme == "https" else None
-            metadata = tuple((name.lower(), value) for name, value in target.headers.items())
-            with SyncFulcrumClient(parts.netloc, credentials=credentials, metadata=metadata) as rpc:
+            address, credentials, metadata = connection(target)
+            with SyncFulcrumClient(address, credentials=credentials, metadata=metadata) as rpc:
                 yield called
         else:
             with httpx.Client(base_url=target.url, headers=target.headers, timeout=60) as http:
