@@ -10,7 +10,7 @@ from cli.options import existing_file
 from cli.settings import Params
 from loadtest.datasets import Sampling
 from loadtest.options import COUNT, Listed, Number
-from loadtest.prefix_served import served_chats, served_trace
+from loadtest.prefix_served import served
 from loadtest.report import save_figures
 from loadtest.serve import LoadTest
 from loadtest.tables import ROWS, rows_table
@@ -78,8 +78,8 @@ def _served(params: Params, sampling: Sampling, page_size: int, pool: int | None
     asked = {**params, "ignore_eos": True}
     if params["chats"] and params["backend"] == "openai":
         asked["backend"] = "openai-chat"
-    dataset, send = ("multi-turn", served_chats) if params["chats"] else ("prefix-trace", served_trace)
     target, limit = bench_options.target(asked), params["concurrency"]
+    dataset = "multi-turn" if params["chats"] else "prefix-trace"
     test = LoadTest(target=target, dataset=dataset, sampling=sampling, max_concurrency=limit).prepared()
-    fields = send(test, page_size, pool, lambda: bench_options.flush_cache(params, test.target))
+    fields = served(test, page_size, pool, lambda: bench_options.flush_cache(params, test.target))
     return {"model_id": test.target.model, **fields}
