@@ -14,7 +14,7 @@ from cli.run import clear_errors, engine_in_process
 from cli.settings import engine_config, record
 from loadtest.datasets import DATASETS
 from loadtest.options import COUNT, Number
-from loadtest.records import Message
+from loadtest.records import Job, Message
 from loadtest.report import save_figures
 from loadtest.tables import ladder_table
 from loadtest.tokens import LocalTokenizer, token_ids
@@ -40,8 +40,8 @@ def throughput(**params: Any) -> None:
         chains = DATASETS[params["dataset"]](bench_options.sampling(params), tokenizer)
         asked = [prompt for chain in chains for prompt in chain.prompts]
         ids = token_ids(tokenizer, [prompt.content for prompt in asked])
-        prompts = [(each, prompt.output_len) for each, prompt in zip(ids, asked, strict=True)]
-        fields = throughput(llm, prompts, temperature=params["temperature"], seed=params["seed"])
+        jobs = [Job(tuple(each), prompt.output_len) for each, prompt in zip(ids, asked, strict=True)]
+        fields = throughput(llm, jobs, temperature=params["temperature"], seed=params["seed"])
         click.echo(throughput_text(fields))
         about = {"model_id": path.name, "dataset": params["dataset"], "seed": params["seed"]}
         save_figures(about | fields, params["output_json"])

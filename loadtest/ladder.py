@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from engine.request import FinishReason, Request, RequestRejected, SamplingParam
 from engine.scheduler import Scheduler
 from loadtest.metrics import metrics
 from loadtest.offline import turns
-from loadtest.records import Fields, LoadTestError, Record
+from loadtest.records import Fields, Job, LoadTestError, Record
 from loadtest.tables import medians
 
 Switches = dict[str, Any]
@@ -55,13 +55,6 @@ _FIGURES = ("request_throughput", "output_throughput", "p50_ttft_ms", "p99_ttft_
 # Deciles (0 to 100%) of 519 prompts and answers of ShareGPT, in tokens of Qwen2.5: tests/data/lengths_sharegpt.csv.
 _INPUT_DECILES = (4, 10, 17, 24, 45, 96, 212, 314, 421, 616, 998)
 _OUTPUT_DECILES = (4, 12, 21, 36, 83, 141, 219, 284, 368, 525, 800)
-
-
-class Job(NamedTuple):
-    """A request: prompt ids, and after how many tokens its answer ends."""
-
-    prompt: tuple[int, ...]
-    output_len: int
 
 
 @dataclass(frozen=True, slots=True)

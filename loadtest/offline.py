@@ -15,16 +15,14 @@ import numpy as np
 from engine import LLM, FinishReason, Request, SamplingParams
 from engine.core import EngineCore
 from engine.sequence import SequenceUpdate
-from loadtest.records import Fields, LoadTestError
+from loadtest.records import Fields, Job, LoadTestError
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 Times = tuple[float, float]
 """Seconds on the clock, and of CPU time."""
-_Prompt = tuple[list[int], int]
-"""Token ids, and how many tokens are generated."""
 
 
-def throughput(llm: LLM, prompts: Sequence[_Prompt], *, temperature: float, seed: int) -> Fields:
+def throughput(llm: LLM, prompts: Sequence[Job], *, temperature: float, seed: int) -> Fields:
     """All prompts at once, each with all its tokens. JSON fields: seconds, and rates per second.
 
     Raises: RequestRejected when the engine cannot take a prompt; LoadTestError when one does not get all its tokens.

@@ -11,8 +11,8 @@ from engine.messages import CoreInfo
 from engine.request import Request, RequestRejected, SamplingParams
 from engine.scheduler import WATERMARK, Scheduler
 from engine.step import Step, StepResult
-from loadtest.records import LoadTestError
-from loadtest.trace import GENERATED, Hits, TraceRequest, hit_row
+from loadtest.records import Job, LoadTestError
+from loadtest.trace import GENERATED, Hits, hit_row
 from loadtest.vllm_cache import vllm_hits
 
 _ANY = 1 << 40  # neither window nor vocabulary bounds a run without a model
@@ -31,7 +31,7 @@ class NoModel:
 
 
 def simulated_hits(
-    requests: Iterable[TraceRequest],
+    requests: Iterable[Job],
     *,
     num_pages: int,
     page_size: int,
@@ -63,7 +63,7 @@ def simulated_hits(
 
 
 def simulate(
-    requests: Sequence[TraceRequest], page_sizes: Sequence[int], pools: Sequence[int | None], **loop: int
+    requests: Sequence[Job], page_sizes: Sequence[int], pools: Sequence[int | None], **loop: int
 ) -> list[dict[str, Any]]:
     """One row of JSON fields for each page size and pool (tokens; None: ample), with the references' rates beside ours.
 
@@ -89,7 +89,7 @@ def simulate(
     return rows
 
 
-def _ample(requests: Sequence[TraceRequest], page_size: int) -> int:
+def _ample(requests: Sequence[Job], page_size: int) -> int:
     """Pages that hold every token of the trace, and what the scheduler keeps in reserve."""
     pages = sum(-(-(len(request.prompt) + request.output_len) // page_size) for request in requests)
     return int(pages * (1 + 2 * WATERMARK)) + 2

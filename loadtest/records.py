@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -34,6 +34,13 @@ class Prompt:
     output_len: int
     prompt_len: int = 0
     salt: str = ""
+
+
+class Job(NamedTuple):
+    """A request of a run without a server: prompt ids, and after how many tokens its answer ends."""
+
+    prompt: tuple[int, ...]
+    output_len: int
 
 
 @dataclass(frozen=True, slots=True)

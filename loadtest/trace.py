@@ -11,17 +11,10 @@ from itertools import takewhile
 from typing import Any
 
 from loadtest.datasets import Sampling, trace_rows
+from loadtest.records import Job
 
 GENERATED = 0
 """What a model-free runner generates; no token of a trace's prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One request of a trace: token ids, and how many tokens it generates."""
-
-    prompt: tuple[int, ...]
-    output_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +45,7 @@ class PageNames:
         return names
 
 
-def read_trace(sampling: Sampling) -> list[TraceRequest]:
+def read_trace(sampling: Sampling) -> list[Job]:
     """The first `count` requests of a trace file (see `datasets.prefix_trace`), for runs without a model.
 
     Every token of a block is the block's hash id + 1: what is equal or differs is what the trace says.
@@ -60,7 +53,7 @@ def read_trace(sampling: Sampling) -> list[TraceRequest]:
     Raises: LoadTestError.
     """
     return [
-        TraceRequest(
+        Job(
             tuple(hash_id + 1 for hash_id in row.hash_ids for _ in range(sampling.block))[: row.input_length],
             row.output_length,
         )

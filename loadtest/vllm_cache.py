@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from loadtest.records import LoadTestError
-from loadtest.trace import GENERATED, Hits, PageNames, TraceRequest
+from loadtest.records import Job, LoadTestError
+from loadtest.trace import GENERATED, Hits, PageNames
 
 
 @dataclass(eq=False, slots=True)
@@ -91,7 +91,7 @@ class _Pool:
 
 
 def vllm_hits(
-    requests: Iterable[TraceRequest], *, num_pages: int, page_size: int, concurrency: int, max_batched_tokens: int
+    requests: Iterable[Job], *, num_pages: int, page_size: int, concurrency: int, max_batched_tokens: int
 ) -> Hits:
     """Replays a trace, `concurrency` requests at a time, the next one as soon as one has ended.
 

@@ -6,8 +6,8 @@ import pytest
 
 from loadtest.datasets import Sampling
 from loadtest.prefix import simulated_hits
-from loadtest.records import LoadTestError
-from loadtest.trace import Hits, TraceRequest, ideal, read_trace
+from loadtest.records import Job, LoadTestError
+from loadtest.trace import Hits, ideal, read_trace
 from loadtest.vllm_cache import vllm_hits
 
 LOOP = {"concurrency": 1, "max_batched_tokens": 8192}
@@ -25,7 +25,7 @@ def tokens(*pages, rest=0):
 
 
 def hits(prompts, num_blocks, output_len=1, **loop):
-    requests = [TraceRequest(prompt, output_len) for prompt in prompts]
+    requests = [Job(prompt, output_len) for prompt in prompts]
     return vllm_hits(requests, num_pages=num_blocks, page_size=4, **{**LOOP, **loop}).cached
 
 
@@ -63,7 +63,7 @@ def test_a_request_that_no_pool_can_hold_is_refused():
 def test_the_last_is_preempted_and_counted_once():
     # Five blocks of use, two prompts of two. The ninth token of the first takes the last block; the second, which lacks
     # one then, gives its own back and is admitted again, finding its first page.
-    requests = [TraceRequest(tokens(page, rest=3), 3) for page in (1, 2)]
+    requests = [Job(tokens(page, rest=3), 3) for page in (1, 2)]
     assert vllm_hits(requests, num_pages=6, page_size=4, concurrency=2, max_batched_tokens=64) == Hits(14, 0)
 
 
