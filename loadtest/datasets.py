@@ -259,34 +259,19 @@ def _texts_of_length(
     Ids turned into text and back are seldom as many: what is too long is cut, what is too short gets random ids; the
     latter one list after another, so that the draws are those of `vllm bench serve`.
     """
-    made: list[tuple[str, list[int]]] = [("", list(each)) for each in ids]
-    tries = [0] * len(made)
 
-    def encode(numbers: Sequence[int]) -> None:
-        texts = tokenizer.decode([made[i][1] for i in numbers])
-        for i, text, encoded in zip(numbers, texts, tokenizer.encode(texts, special=False), strict=True):
-            made[i] = (text, encoded)
+    def coded(lists: Sequence[list[int]]) -> list[tuple[str, list[int]]]:
+        texts = tokenizer.decode(lists)
+        return list(zip(texts, tokenizer.encode(texts, special=False), strict=True))
 
-    def wrong(i: int) -> bool:
-        return len(made[i][1]) != lengths[i] and tries[i] < _TRIES
-
-    long, short = list(range(len(made))), []
-    while long:
-        encode(long)
-        short += [i for i in long if wrong(i) and len(made[i][1]) < lengths[i]]
-        long = [i for i in long if wrong(i) and len(made[i][1]) > lengths[i]]
-        for i in long:
-            made[i] = ("", made[i][1][: lengths[i]])
-            tries[i] += 1
-    for i in sorted(short):
-        while wrong(i):
-            encoded = made[i][1][: lengths[i]]
-            if missing := lengths[i] - len(encoded):
-                bounds = tokenizer.fillers
-                encoded += generator.integers(bounds.start, bounds.stop, size=missing).tolist()
-            made[i] = ("", encoded)
-            tries[i] += 1
-            encode([i])
+    made, tries, bounds = coded(ids), [0] * len(ids), tokenizer.fillers
+    while long := [i for i, (_, got) in enumerate(made) if len(got) > lengths[i] and tries[i] < _TRIES]:
+        for i, one in zip(long, coded([made[i][1][: lengths[i]] for i in long]), strict=True):
+            made[i], tries[i] = one, tries[i] + 1
+    for i, length in enumerate(lengths):
+        while len(got := made[i][1]) != length and tries[i] < _TRIES:
+            more = generator.integers(bounds.start, bounds.stop, size=max(0, length - len(got))).tolist()
+            (made[i],), tries[i] = coded([got[:length] + more]), tries[i] + 1
     return made
 
 
