@@ -15,11 +15,12 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from pathlib import Path
-from typing import Protocol
 
 import uvloop
 
-from loadtest.records import Chain, Prompt, Record, Target, WorkerUsage
+from loadtest.grpc_client import GrpcClient
+from loadtest.http_client import HttpClient
+from loadtest.records import Chain, Record, Target, WorkerUsage
 
 TICK = 0.1
 """Seconds between two looks at the board."""
@@ -101,11 +102,6 @@ class Outcome:
     interrupted: bool = False
 
 
-class _Client(Protocol):
-    async def send(self, prompt: Prompt, record: Record) -> None: ...
-    async def close(self) -> None: ...
-
-
 def work(share: Share, board: Board, reply: Connection) -> None:
     """The process's main function: sends back an Outcome. Ctrl-C is blocked by its parent, whose it is."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -128,7 +124,8 @@ class _Worker:
         records, told = self._outcome.records, 0
         parent = multiprocessing.parent_process()
         assert parent is not None
-        client = _client(self._share.target)
+        target = self._share.target
+        client = GrpcClient(target) if target.backend == "grpc" else HttpClient(target)
         load = asyncio.ensure_future(self._load(client))
         try:
             while not load.done() and not self._board.stop.is_set() and parent.is_alive():
@@ -149,7 +146,7 @@ class _Worker:
         self._outcome.usages = [_usage([*self._clocks, _clocks()])]
         return self._outcome
 
-    async def _load(self, client: _Client) -> None:
+    async def _load(self, client: HttpClient | GrpcClient) -> None:
         """Warms up, waits for the others, and sends the chains."""
         share, load, board = self._share, self._share.load, self._board
         warmups = [Record() for _ in range(share.part(load.warmups))]
@@ -184,23 +181,13 @@ class _Worker:
                 return
             yield number
 
-    async def _chain(self, client: _Client, number: int, start: float) -> None:
+    async def _chain(self, client: HttpClient | GrpcClient, number: int, start: float) -> None:
         if (early := start + self._share.load.times[number] - time.perf_counter()) > 0:
             await asyncio.sleep(early)
         for turn, prompt in enumerate(self._share.chains[number].prompts):
             record = Record(number, turn)
             await client.send(prompt, record)
             self._outcome.records.append(record)
-
-
-def _client(target: Target) -> _Client:
-    if target.backend == "grpc":
-        from loadtest.grpc_client import GrpcClient
-
-        return GrpcClient(target)
-    from loadtest.http_client import HttpClient
-
-    return HttpClient(target)
 
 
 _Clocks = tuple[float, float, float]
