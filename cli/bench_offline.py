@@ -1,7 +1,6 @@
 """`fulcrum bench throughput`, `latency` and `ladder`: an engine in this process."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from cli.run import clear_errors, engine_in_process
 from cli.settings import engine_config, record
 from loadtest.datasets import DATASETS
 from loadtest.options import COUNT, Number
-from loadtest.records import Job, Message
+from loadtest.records import Job
 from loadtest.report import save_figures
 from loadtest.tables import ladder_table
 from loadtest.tokens import LocalTokenizer, token_ids
@@ -35,8 +34,9 @@ def throughput(**params: Any) -> None:
     """
     with engine_in_process(params) as (llm, path):
         from loadtest.offline import throughput, throughput_text
+        from service.tokenizer import Tokenizer
 
-        tokenizer = _tokenizer(params["tokenizer"] or path, path)
+        tokenizer = LocalTokenizer(Tokenizer.load(params["tokenizer"] or path).backend)
         chains = DATASETS[params["dataset"]](bench_options.sampling(params), tokenizer)
         asked = [prompt for chain in chains for prompt in chain.prompts]
         ids = token_ids(tokenizer, [prompt.content for prompt in asked])
@@ -107,18 +107,3 @@ def ladder(model: str | None, **params: Any) -> None:
 
 
 ladder.params = [param for param in ladder.params if param.name not in (*_SWITCHES, *_FIXED)]
-
-
-def _tokenizer(path: Path, model: Path) -> LocalTokenizer:
-    """That of a file or folder, which renders chats by the model's template."""
-    from service.model import chat_template
-    from service.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(path)
-
-    class Rendering(LocalTokenizer):
-        def encode_chats(self, chats: Sequence[list[Message]]) -> list[list[int]]:
-            template = chat_template(model, tokenizer)
-            return [tokenizer.encode_rendered_chat(template.render(chat)) for chat in chats]
-
-    return Rendering(tokenizer.backend)

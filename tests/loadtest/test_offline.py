@@ -52,20 +52,13 @@ def test_throughput_counts_every_token(bench, tmp_path):
     assert (fields["dtype"], fields["device"]) == ("float32", "cpu")
 
 
-def test_chats_are_rendered_by_the_template_of_the_model(bench, tmp_path, monkeypatch):
-    chat = {"messages": [{"role": "user", "content": "abcabc"}]}
-    rows = [chat, {"turns": ["abcabc", "never asked"]}, {"prompt": "abcabc"}]
+def test_a_chat_is_its_texts(bench, tmp_path):
+    """Without a template; "turns" ask for the first of them."""
+    chat = {"messages": [{"role": role, "content": "abc"} for role in ("user", "assistant", "user")]}
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts, throughput = [], offline.throughput
-    monkeypatch.setattr(
-        offline, "throughput", lambda llm, given, **how: prompts.extend(given) or throughput(llm, given, **how)
-    )
-    bench("throughput", "--dataset-name", "custom", "--dataset-path", path, "--disable-shuffle", "--num-prompts", 3)
-    (first, _), (second, _), (text, _) = prompts
-    assert first == second
-    assert len(first) > len(text) == 6
-    assert any(first[at : at + 6] == text for at in range(len(first)))
+    path.write_text("".join(json.dumps(row) + "\n" for row in (chat, {"turns": ["abcd", "never asked"]})))
+    data = ["--dataset-name", "custom", "--dataset-path", path, "--num-prompts", 2, "--output-len", 1]
+    assert bench("throughput", *data)[1]["total_input_tokens"] == len("abc\nabc\nabc") + len("abcd")
 
 
 def test_what_cannot_be_measured_is_told(tiny_model, tmp_path):
