@@ -136,7 +136,7 @@ class ChoicesFormat(ABC):
     def delta(self, index: int, delta: pb.Delta) -> bytes:
         """A chunk."""
         if delta.reasoning or delta.tool_calls or delta.logprobs:
-            return self._parts(index, delta)
+            return self._chunk(self._choice(index, delta))
         return self._piece(index, delta.text)
 
     def prompt(self, indexes: range, logprobs: Logprobs) -> Iterable[bytes]:
@@ -145,7 +145,7 @@ class ChoicesFormat(ABC):
 
     def ending(self, index: int, finished: pb.Finished) -> bytes:
         """The last chunk of a choice."""
-        return self._chunk(self._streamed_choice(index, None) | OPEN | close(finished))
+        return self._chunk(self._choice(index, pb.Delta()) | close(finished))
 
     def closing(self, counts: TokenCounts) -> bytes:
         """The chunk that has the usage and no choice, if one is wanted, and [DONE]."""
@@ -188,7 +188,7 @@ class ChoicesFormat(ABC):
     def _piece(self, index: int, text: str) -> bytes:
         if index not in self._halves:
             # The first place where it stands is the text: nothing that a caller chose comes before the choices.
-            before, _, after = self._chunk(self._streamed_choice(index, HOLE) | OPEN).decode().partition(f'"{HOLE}"')
+            before, _, after = self._chunk(self._choice(index, pb.Delta(text=HOLE))).decode().partition(f'"{HOLE}"')
             self._halves[index] = before, after
         before, after = self._halves[index]
         return f"{before}{quote(text)}{after}".encode()
@@ -197,12 +197,8 @@ class ChoicesFormat(ABC):
         return event({"object": self.streamed_object, "choices": [choice]} | self._head | self._tail)
 
     @abstractmethod
-    def _streamed_choice(self, index: int, text: str | None) -> dict[str, Any]:
-        """A choice in a chunk; text is None in its last one."""
-
-    @abstractmethod
-    def _parts(self, index: int, delta: pb.Delta) -> bytes:
-        """A piece of a choice that is not its text alone."""
+    def _choice(self, index: int, delta: pb.Delta) -> dict[str, Any]:
+        """A choice that goes on, in a chunk."""
 
     @abstractmethod
     def _whole_choice(self, index: int, said: Said) -> Iterator[str]:
@@ -230,20 +226,16 @@ class ChatFormat(ChoicesFormat):
         delta = {"role": "assistant", "content": ""}
         yield b"".join(self._chunk({"index": index, "delta": delta} | OPEN) for index in range(self._choices))
 
-    def _streamed_choice(self, index: int, text: str | None) -> dict[str, Any]:
-        return {"index": index, "delta": {} if text is None else {"content": text}}
-
-    def _parts(self, index: int, delta: pb.Delta) -> bytes:
-        """Reasoning, content and tool calls, in this order."""
-        more: dict[str, Any] = reasoned(delta.reasoning) | ({"content": delta.text} if delta.text else {})
+    def _choice(self, index: int, delta: pb.Delta) -> dict[str, Any]:
+        said: dict[str, Any] = reasoned(delta.reasoning) | ({"content": delta.text} if delta.text else {})
         if delta.tool_calls:
-            more["tool_calls"] = [
+            said["tool_calls"] = [
                 {"index": call.index}
                 | (tool_call(call, call.arguments) if call.id else {"function": {"arguments": call.arguments}})
                 for call in delta.tool_calls
             ]
         told = {"logprobs": self._told(index, delta.logprobs) | {"refusal": None}} if delta.logprobs else {}
-        return self._chunk({"index": index, "delta": more} | OPEN | told)
+        return {"index": index, "delta": said} | OPEN | told
 
     def keep_prompt(self, indexes: range, logprobs: Logprobs) -> int:
         """The next logprobs of the prompt."""
@@ -284,26 +276,19 @@ class CompletionFormat(ChoicesFormat):
     def opening(self) -> Iterator[bytes]:
         """The echoes, if any."""
         for index, echo in enumerate(self._echo or ()):
-            if self._logprobs:
-                yield self._with(index, echo.text, self._logprobs[index].first(echo.first))
-            else:
-                yield self._piece(index, echo.text)
+            told = self._logprobs[index].first(echo.first) if self._logprobs else None
+            yield self._chunk(self._choice(index, pb.Delta(text=echo.text)) | {"logprobs": told})
 
     def prompt(self, indexes: range, logprobs: Logprobs) -> Iterator[bytes]:
         """Of an echo, whose text has been sent."""
         if self._echo is not None and self._logprobs:
             for index in indexes:
-                yield self._with(index, "", self._logprobs[index].prompt(logprobs))
+                told = {"logprobs": self._logprobs[index].prompt(logprobs)}
+                yield self._chunk(self._choice(index, pb.Delta()) | told)
 
-    def _streamed_choice(self, index: int, text: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text or ""}
-
-    def _parts(self, index: int, delta: pb.Delta) -> bytes:
-        """Text and logprobs: a continuation has nothing else."""
-        return self._with(index, delta.text, self._told(index, delta.logprobs))
-
-    def _with(self, index: int, text: str, logprobs: dict[str, Any]) -> bytes:
-        return self._chunk(self._streamed_choice(index, text) | OPEN | {"logprobs": logprobs})
+    def _choice(self, index: int, delta: pb.Delta) -> dict[str, Any]:
+        told = {"logprobs": self._told(index, delta.logprobs)} if delta.logprobs else {}
+        return {"index": index, "text": delta.text} | OPEN | told
 
     def _told(self, index: int, logprobs: Logprobs) -> dict[str, list[Any]]:
         return self._logprobs[index].answer(logprobs)
@@ -330,7 +315,7 @@ class CompletionFormat(ChoicesFormat):
     def _whole_choice(self, index: int, said: Said) -> Iterator[str]:
         prompt = self._echoed(index)
         text = said.text if self._echo is None else self._echo[index].text + said.text
-        choice, holes = self._streamed_choice(index, text) | {"logprobs": None} | said.ending, []
+        choice, holes = {"index": index, "text": text, "logprobs": None} | said.ending, []
         if self._logprobs:
             choice["logprobs"] = {name: [HOLE] for name in LISTS}
             holes = [commas(prompt[name] + said.logprobs[name]) for name in LISTS]
