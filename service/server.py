@@ -24,6 +24,7 @@ from fulcrum.client import keepalive
 from fulcrum.tls import Identity, server_context, server_credentials
 from fulcrum.v1 import inference_pb2, inference_pb2_grpc
 from service.admin import AdminServicer
+from service.aio_server import aio_server, ended
 from service.auth import Authenticator
 from service.config import AUTO, ServiceConfig, is_unix, split_address, unix_path
 from service.errors import draining, engine_dead
@@ -86,7 +87,7 @@ async def serve(
     Raises:
         OSError: an address cannot be bound.
         CoreDied: the core that serves the socket again speaks of another version.
-        Whatever reading the tokenizer, the template and the defaults raises.
+        Whatever reading the tokenizer, the template and the defaults raises, and what ends gRPC's accepting.
     """
     loop = asyncio.get_running_loop()
     model = await asyncio.to_thread(ServedModel.load, config)
@@ -129,8 +130,7 @@ async def serve(
         stopped = asyncio.create_task(stop.wait())
         for task in (following, stopped, asyncio.create_task(certificates.watch())):
             cleanup.callback(task.cancel)
-        await main.start()
-        cleanup.push_async_callback(main.stop, 0)
+        serving = [await _start(main, cleanup)]
 
         admin_addresses = []
         for each in _admin_addresses(config, address):
@@ -141,17 +141,17 @@ async def serve(
             health_pb2_grpc.add_HealthServicer_to_server(health, admin)
             _add_reflection(admin, (ADMIN, HEALTH))
             admin_addresses.append(_bind(admin, each, identity, cleanup))
-            await admin.start()
-            cleanup.push_async_callback(admin.stop, 0)
+            serving.append(await _start(admin, cleanup))
 
         collector = EngineCollector(core, figures, model.names[0], loop)
         metrics_address = _serve_metrics(config, [collector, certificates], identity, cleanup)
 
         if ready is not None:
             ready(BoundAddresses(address, own_address, admin_addresses, metrics_address))
-        await asyncio.wait((following, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if following.done():  # without it, health would say for ever that no core serves
-            following.result()
+        await asyncio.wait((following, stopped, *serving), return_when=asyncio.FIRST_COMPLETED)
+        for task in (following, *serving):  # without them, health would not be true any more
+            if task.done():
+                task.result()
 
         health.end()
         live.refuse(draining)
@@ -196,7 +196,16 @@ def _new_server(config: ServiceConfig, guard: Guard) -> grpc.aio.Server:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", int(config.min_ping_seconds * 900)),
     ]
-    return grpc.aio.server(interceptors=(guard,), options=options)
+    return aio_server((guard,), options)
+
+
+async def _start(server: grpc.aio.Server, cleanup: AsyncExitStack) -> asyncio.Task[None]:
+    """Starts a server; what follows it until it has ended."""
+    await server.start()
+    cleanup.push_async_callback(server.stop, 0)
+    following = asyncio.create_task(ended(server))
+    cleanup.callback(following.cancel)
+    return following
 
 
 def _add_reflection(server: grpc.aio.Server, services: tuple[str, ...]) -> None:
@@ -207,12 +216,8 @@ def _add_reflection(server: grpc.aio.Server, services: tuple[str, ...]) -> None:
         reflection_pb2.ServerReflectionRequest.FromString,
         reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
-    server.add_generic_rpc_handlers(
-        tuple(
-            grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler})
-            for name in (reflection.SERVICE_NAME, _REFLECTION_V1)
-        )
-    )
+    for name in (reflection.SERVICE_NAME, _REFLECTION_V1):
+        server.add_registered_method_handlers(name, {"ServerReflectionInfo": handler})
 
 
 def _bind(server: grpc.aio.Server, address: str, identity: Identity | None, cleanup: AsyncExitStack) -> str:

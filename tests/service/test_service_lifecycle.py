@@ -1,6 +1,7 @@
 """Health, reflection, keys, drain, a dying engine, addresses and pings of the real server."""
 
 import asyncio
+import contextlib
 import json
 import re
 import shlex
@@ -103,19 +104,7 @@ async def test_health_watch_streams_changes(make_core, serving):
 async def test_who_watches_health_without_reading_holds_up_nobody(make_core, serving):
     core = make_core()
     async with serving(core) as server:
-        host, port = server.addresses.address.split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-        writer.write(frame(4, 0, 0, struct.pack(">HI", 4, 0)))  # SETTINGS: a stream's window is 0
-        path = f"/{HEALTH}/Watch"
-        fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x", "te": "trailers"}
-        head = b"".join(
-            b"\0%c%b%c%b" % (len(name), name.encode(), len(value), value.encode())
-            for name, value in (fields | {"content-type": "application/grpc"}).items()
-        )
-        writer.write(frame(1, 4, 1, head) + frame(0, 1, 1, bytes(5)))  # HEADERS; DATA: an empty message, and the end
-        while (at := await reader.readexactly(9))[3] != 1:  # until its answer has begun
-            await reader.readexactly(int.from_bytes(at[:3], "big"))
+        writer = await call_by_hand(server, f"/{HEALTH}/Watch".encode())
         watch = health_pb2_grpc.HealthStub(server.channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
         assert (await watch.read()).status == Status.SERVING
         core.die()
@@ -125,6 +114,20 @@ async def test_who_watches_health_without_reading_holds_up_nobody(make_core, ser
         server.stop.set()
         await server.task
         writer.close()
+
+
+async def call_by_hand(server, path):
+    """A call with an empty message, by a client whose streams have a window of 0: until its answer has begun."""
+    host, port = server.addresses.address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, struct.pack(">HI", 4, 0)))
+    fields = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x", b"te": b"trailers"}
+    fields[b"content-type"] = b"application/grpc"
+    head = b"".join(b"\0%c%b%c%b" % (len(name), name, len(value), value) for name, value in fields.items())
+    writer.write(frame(1, 4, 1, head) + frame(0, 1, 1, bytes(5)))
+    while (at := await reader.readexactly(9))[3] != 1:
+        await reader.readexactly(int.from_bytes(at[:3], "big"))
+    return writer
 
 
 def frame(kind, flags, stream, payload):
@@ -453,6 +456,36 @@ async def test_two_processes_worth_of_servers_share_a_port(make_core, serving):
             assert second.addresses.address == shared
             assert second.addresses.admin_addresses == []
             assert (await second.stub.GetModel(pb.GetModelRequest())).vocab_size == 258
+
+
+# -------------------- calls of what is not served
+
+
+async def test_whatever_is_called_the_server_serves_on(make_core, serving):
+    async with serving(make_core()) as server:
+        for path in (
+            b"/\xff",
+            b"/fulcrum.v1.InferenceService/\xc3",
+            b"/",
+            b"",
+            b"/fulcrum.v1.InferenceService/Nothing",
+        ):
+            (await call_by_hand(server, path)).close()
+        assert await code_of(server.channel.unary_unary("/\xff")(b"")) is grpc.StatusCode.UNIMPLEMENTED
+        assert (await server.stub.GetModel(pb.GetModelRequest())).max_model_len == 4096
+
+
+async def test_a_server_that_accepts_no_more_ends(make_core, serving, monkeypatch):
+    async def crash(self):
+        await self._request_call()
+        raise ValueError("as grpcio's own loop would")
+
+    monkeypatch.setattr("service.aio_server._Acceptor._refuse", crash)
+    with contextlib.suppress(ValueError):  # once more, at the end
+        async with serving(make_core()) as server:
+            assert await code_of(server.channel.unary_unary("/nothing")(b"")) is not grpc.StatusCode.OK
+            with pytest.raises(ValueError, match="own loop"):
+                await server.task
 
 
 # -------------------- pings

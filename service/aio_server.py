@@ -1,0 +1,50 @@
+"""A grpc.aio server whose accepting no caller ends. Knows no service.
+
+grpcio 1.84 and 1.85 decode the path of a call to an unknown method in the loop that takes all calls: a path that is not
+UTF-8, of whoever reaches the port, ends that loop, and with it the server. So here only methods that are registered are
+known by their names; any other call is refused unnamed.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined] # it has no types
+
+_LOOK_SECONDS = 1.0
+
+
+class _Acceptor(cygrpc.AioServer):  # type: ignore[misc]
+    def _make_request_call_future(self, method: bytes | None) -> Any:
+        return asyncio.create_task(self._refuse()) if method is None else super()._make_request_call_future(method)
+
+    async def _refuse(self) -> None:
+        """Answers what names no method of ours, until the server stops."""
+        refusals = set()
+        while True:
+            refusals.add(refusal := asyncio.create_task(_refused(await self._request_call())))
+            refusal.add_done_callback(refusals.discard)
+
+
+async def _refused(call: Any) -> None:
+    context = cygrpc._ServicerContext(call, None, None, asyncio.get_running_loop())
+    with contextlib.suppress(grpc.aio.AbortError, grpc.aio.InternalError):  # the latter: the caller has gone
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+
+def aio_server(
+    interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]
+) -> grpc.aio.Server:
+    """As grpc.aio.server makes it; but of handlers only registered ones are served."""
+    server = grpc.aio.server()
+    own = _Acceptor(asyncio.get_running_loop(), None, (), tuple(interceptors), tuple(options), None)
+    server._server = own  # type: ignore[attr-defined] # it only hands on what it is asked
+    return server
+
+
+async def ended(server: grpc.aio.Server) -> None:
+    """Returns when the server was stopped. Raises what has ended its accepting otherwise."""
+    while await server.wait_for_termination(_LOOK_SECONDS):
+        pass
