@@ -34,6 +34,8 @@ class Metrics:
         self.first_text_seconds = histogram("fulcrum_gateway_time_to_first_text_seconds", text)
         text = "Event streams that ended with an error event, by the status that it would have had."
         self.stream_errors = counter("fulcrum_gateway_stream_errors", text, ("status",))
+        for status in ("409", "500", "503", "504"):  # from 0 on: to Prometheus a first value is no increase
+            self.stream_errors.labels(status)
         self.prompt_tokens = counter("fulcrum_gateway_prompt_tokens", "Prompt tokens of answered requests.")
         self.cached_tokens = counter("fulcrum_gateway_cached_tokens", "Of these, found in the prefix cache.")
         self.completion_tokens = counter("fulcrum_gateway_completion_tokens", "Tokens generated for answered requests.")

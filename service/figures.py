@@ -65,13 +65,15 @@ class _Family(NamedTuple):
     bounds: Sequence[float] = ()
 
     def metric(self, values: Sequence[float]) -> Metric:
-        """In Prometheus' terms; of labels only what has been counted."""
+        """In Prometheus' terms. Of pairs of labels only what has been counted: most never are. What is there from 0 on
+        shows its first count as an increase.
+        """
         name = f"fulcrum_service_{self.name}"
         if self.bounds:
             return histogram(name, self.text, self.bounds, values[:-1], values[-1])
         counter = CounterMetricFamily(name, self.text, labels=self.labels)
         for key, value in zip(self.keys, values, strict=True):
-            if value or not self.labels:
+            if value or len(self.labels) < 2:
                 counter.add_metric(key, value)
         return counter
 

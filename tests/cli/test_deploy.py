@@ -18,7 +18,8 @@ from cli.main import main
 from gateway.edge import OPEN_PATHS
 
 ROOT = Path(__file__).parents[2]
-COMPOSE = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())["services"]
+COMPOSE = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
+OURS = {name: service for name, service in COMPOSE["services"].items() if service["image"] == "fulcrum"}
 KUBERNETES = [*yaml.safe_load_all((ROOT / "deploy/kubernetes.yaml").read_text())]
 PODS = {each["metadata"]["name"]: each["spec"]["template"]["spec"] for each in KUBERNETES if "replicas" in each["spec"]}
 SERVICES = {each["metadata"]["name"]: each["spec"] for each in KUBERNETES if each["kind"] == "Service"}
@@ -99,13 +100,18 @@ def test_kubernetes_fits_together() -> None:
         assert selector.get("matchLabels", selector) == {"app": each["metadata"]["name"]}
 
 
-@pytest.mark.parametrize("name", COMPOSE)
+def composed(monkeypatch: pytest.MonkeyPatch, name: str) -> dict[str, Any]:
+    """The options of a service, where nothing is set that need not be."""
+    variables = {key: re.sub(r"\$\{\w+:-\}", "", value) for key, value in OURS[name]["environment"].items()}
+    return started(monkeypatch, OURS[name]["command"], variables)
+
+
+@pytest.mark.parametrize("name", OURS)
 def test_compose(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    service = COMPOSE[name]
+    service = OURS[name]
     for text in str(service).split("${")[1:]:  # of the person who starts it
         assert re.match(r"(FULCRUM_API_KEY|FULCRUM_GATEWAY_KEY|MODEL|HF_TOKEN|PORT|GRPC_PORT)\W", text), text
-    variables = {key: "" if value.endswith(":-}") else "x" for key, value in service["environment"].items()}
-    params = started(monkeypatch, service["command"], variables)
+    params = composed(monkeypatch, name)
     assert params.get("model") is None, "what is not set is the default model, not one without a name"
     (published,) = service["ports"]
     host, ours, port = re.fullmatch(r"(\S+):\$\{\w+:-(\d+)\}:(\d+)", published).groups()
@@ -159,12 +165,22 @@ def test_the_documented_containers() -> None:
     assert f"The image runs as user {user} and keeps models in `{IMAGE['FULCRUM_CACHE']}`" in OPERATIONS
 
 
-def test_the_documented_scrape_config_has_the_jobs_that_the_alerts_watch() -> None:
-    document = re.search(r"```yaml\n(scrape_configs.*?)```", OPERATIONS, re.DOTALL).group(1)
-    jobs = yaml.safe_load(document)["scrape_configs"]
+def test_prometheus_asks_those_that_compose_starts_and_the_alerts_watch_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = yaml.safe_load((ROOT / "deploy/prometheus.yaml").read_text())
     watched = re.search(r'up\{job=~"([^"]+)"\}', (ROOT / "deploy/alerts.yaml").read_text()).group(1)
-    assert all(re.fullmatch(watched, job["job_name"]) for job in jobs)
-    (engine,), (gateway,) = (job["static_configs"][0]["targets"] for job in jobs)
-    (metrics,) = [each["port"] for each in SERVICES["fulcrum-engine"]["ports"] if each["name"] == "metrics"]
-    (http,) = [each["port"] for each in SERVICES["fulcrum-gateway"]["ports"]]
-    assert (engine, gateway) == (f"127.0.0.1:{metrics}", f"127.0.0.1:{http}")
+    asked = {job["job_name"]: job["static_configs"][0]["targets"] for job in config["scrape_configs"]}
+    assert all(re.fullmatch(watched, name) for name in asked)
+    engine, gateway = (composed(monkeypatch, name) for name in ("engine", "gateway"))
+    assert engine["metrics_host"] == gateway["host"] == "0.0.0.0"
+    assert [*asked.values()] == [[f"engine:{engine['metrics_port']}"], [f"gateway:{gateway['port']}"]]
+    # Its files lie where it looks for them.
+    service, (secret,) = COMPOSE["services"]["prometheus"], COMPOSE["secrets"]
+    mounted = [each.removesuffix(":ro").split(":") for each in service["volumes"]]
+    assert mounted == [
+        ["./prometheus.yaml", "/etc/prometheus/prometheus.yml"],
+        *([f"./{name}", f"/etc/prometheus/{name}"] for name in config["rule_files"]),
+        ["prometheus", "/prometheus"],
+    ]
+    assert service["secrets"] == [secret]
+    assert config["scrape_configs"][1]["authorization"] == {"credentials_file": f"/run/secrets/{secret}"}
+    assert COMPOSE["secrets"][secret] == {"environment": "FULCRUM_API_KEY"}
