@@ -26,17 +26,10 @@ class GrpcClient:
         self._channels = [open_channel(address, credentials, _OPTIONS) for _ in range(_CHANNELS)]
         self._stubs = itertools.cycle([InferenceServiceStub(channel) for channel in self._channels])
 
-    async def send(self, prompt: Prompt, record: Record) -> None:
-        """Fills `record` with what comes of the prompt. Raises nothing but a cancellation."""
-        try:
-            request = self._request(prompt)
-        except (ValueError, TypeError, LookupError) as error:  # half a character, a token id out of range, no content
-            record.start = time.perf_counter()
-            record.error = f"cannot be sent: {error}"
-            return
+    async def send(self, request: GenerateRequest, record: Record) -> None:
+        """Fills `record` with what comes of the request. Raises nothing but a cancellation."""
         times: list[float] = []
         pieces, finished = [], False
-        record.prompt_tokens, record.start = prompt.prompt_len, time.perf_counter()
         call = next(self._stubs).Generate(request, metadata=self._metadata)
         try:
             async for response in call:
@@ -60,15 +53,14 @@ class GrpcClient:
             record.error = "truncated: the stream ended without usage"
         elif not record.error and not (times and record.output_tokens):
             record.error = "empty: the answer has no tokens"
-        if record.error:
-            record.latency = time.perf_counter() - record.start
 
     async def close(self) -> None:
         """Ends the connections."""
         for channel in self._channels:
             await channel.close()
 
-    def _request(self, prompt: Prompt) -> GenerateRequest:
+    def request(self, prompt: Prompt) -> GenerateRequest:
+        """What is sent. Raises: ValueError, TypeError, LookupError (half a character, a wrong token id, no content)."""
         request = GenerateRequest(
             model=self._target.model,
             sampling=SamplingParams(**self._target.sampling),  # type: ignore[arg-type]

@@ -222,15 +222,13 @@ class HttpClient:
             **target.extra_body,
         }
 
-    async def send(self, prompt: Prompt, record: Record) -> None:
-        """Fills `record` with what comes of the prompt. Raises nothing but a cancellation."""
-        try:
-            body = msgspec.json.encode(self._body(prompt))
-        except (ValueError, OverflowError) as error:  # half a character, a number that JSON here has no room for
-            record.start = time.perf_counter()
-            record.error = f"cannot be sent: {error}"
-            return
-        request = b"%b\r\ncontent-length: %d\r\n\r\n%b" % (self._head, len(body), body)
+    def request(self, prompt: Prompt) -> bytes:
+        """What is sent. Raises: ValueError, OverflowError (half a character, a number too large for JSON here)."""
+        body = msgspec.json.encode(self._body(prompt))
+        return b"%b\r\ncontent-length: %d\r\n\r\n%b" % (self._head, len(body), body)
+
+    async def send(self, request: bytes, record: Record) -> None:
+        """Fills `record` with what comes of the request. Raises nothing but a cancellation."""
         answer, refusal = Answer(record), bytearray()
 
         def sink(status: int, data: bytes, now: float) -> None:
@@ -239,13 +237,10 @@ class HttpClient:
             elif len(refusal) < _MAX_ERROR_BYTES:
                 refusal.extend(data)
 
-        record.prompt_tokens = prompt.prompt_len
-        record.start = time.perf_counter()
         try:
             connection = await self._exchange(request, sink)
         except (OSError, UnicodeError) as error:  # the latter of names that no host can have
             record.error = f"cannot connect: {getattr(error, 'strerror', None) or error}"
-            record.latency = time.perf_counter() - record.start
             return
         if connection.status == 200:
             answer.close(time.perf_counter(), connection.whole)
@@ -253,8 +248,6 @@ class HttpClient:
             record.error = f"HTTP {connection.status}: {_refusal(bytes(refusal))}"
         else:
             record.error = "the connection ended before an answer"
-        if record.error:
-            record.latency = time.perf_counter() - record.start
 
     async def close(self) -> None:
         """Ends the idle connections."""

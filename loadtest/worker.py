@@ -15,12 +15,13 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
 from loadtest.grpc_client import GrpcClient
 from loadtest.http_client import HttpClient
-from loadtest.records import Chain, Record, Target, WorkerUsage
+from loadtest.records import Chain, Prompt, Record, Target, WorkerUsage
 
 TICK = 0.1
 """Seconds between two looks at the board."""
@@ -149,8 +150,8 @@ class _Worker:
     async def _load(self, client: HttpClient | GrpcClient) -> None:
         """Warms up, waits for the others, and sends the chains."""
         share, load, board = self._share, self._share.load, self._board
-        warmups = [Record() for _ in range(share.part(load.warmups))]
-        await asyncio.gather(*(client.send(share.chains[0].prompts[0], record) for record in warmups))
+        first = share.chains[0].prompts[0]
+        warmups = await asyncio.gather(*(send(client, first, Record()) for _ in range(share.part(load.warmups))))
         self._outcome.warmup_errors = [record.error for record in warmups if record.error]
         with board.warm.get_lock():
             board.warm.value += 1
@@ -185,9 +186,22 @@ class _Worker:
         if (early := start + self._share.load.times[number] - time.perf_counter()) > 0:
             await asyncio.sleep(early)
         for turn, prompt in enumerate(self._share.chains[number].prompts):
-            record = Record(number, turn)
-            await client.send(prompt, record)
-            self._outcome.records.append(record)
+            self._outcome.records.append(await send(client, prompt, Record(number, turn)))
+
+
+async def send(client: Any, prompt: Prompt, record: Record) -> Record:
+    """Fills `record` with what comes of the prompt, by either client. Raises nothing but a cancellation."""
+    record.prompt_tokens, record.start = prompt.prompt_len, time.perf_counter()
+    try:
+        request = client.request(prompt)
+    except (ValueError, TypeError, LookupError, OverflowError) as error:
+        record.error = f"cannot be sent: {error}"
+        return record
+    record.start = time.perf_counter()
+    await client.send(request, record)
+    if record.error:
+        record.latency = time.perf_counter() - record.start
+    return record
 
 
 _Clocks = tuple[float, float, float]

@@ -12,6 +12,7 @@ import pytest
 
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+from loadtest import worker
 from loadtest.datasets import Sampling
 from loadtest.grpc_client import GrpcClient
 from loadtest.records import Chain, Prompt, Record, Target
@@ -198,8 +199,8 @@ def test_tokenizer_of_an_http_server(mock_server):
 @pytest.mark.parametrize("content", ["half a character: \ud800", [2**32], []])
 def test_a_prompt_that_cannot_be_sent_fails_alone(unused_port, content):
     async def send():
-        client, record = GrpcClient(Target("grpc", f"http://127.0.0.1:{unused_port}", "", "m", {}, {})), Record()
-        await client.send(Prompt(content, 5), record)
+        client = GrpcClient(Target("grpc", f"http://127.0.0.1:{unused_port}", "", "m", {}, {}))
+        record = await worker.send(client, Prompt(content, 5), Record())
         await client.close()
         return record
 
