@@ -37,7 +37,7 @@ class Page:
 
     def functions(self) -> dict[str, Callable[..., str]]:
         """By the names that the template uses: those below, and one for each kind of tables.ROWS."""
-        own = (self.ladder, self.serve, self.compare, self.speculation, self.table, self.figure)
+        own = (self.ladder, self.serve, self.compare, self.runs, self.table, self.figure)
         kinds = {kind: partial(self.table, columns=columns) for kind, columns in tables.ROWS.items()}
         return {**kinds, **{function.__name__: function for function in own}}
 
@@ -56,10 +56,10 @@ class Page:
         theirs, results = self._read(reference), self._runs(files)
         return _with_origin(tables.compare_table(theirs, results), [theirs, *results])
 
-    def speculation(self, *files: _File) -> str:
-        """Pairs of runs with guesses and without, a result each."""
+    def runs(self, columns: tables.Columns, *files: _File) -> str:
+        """Any files, one a row: {heading: key of the field}; "load" is the name that is given here."""
         results = self._runs(files)
-        return _with_origin(tables.rows_table(results, tables.SPECULATION), results)
+        return _with_origin(tables.rows_table(results, columns), results)
 
     def table(self, file: str, columns: tables.Columns, rows: str = "rows") -> str:
         """Any file with a list of rows: {heading: key of the field}."""

@@ -10,10 +10,6 @@ Columns = Mapping[str, str]
 """Keys of fields by headings."""
 
 _TITLES = {
-    "accepted_tokens": "right",
-    "cpu_speedup": "of CPU time",
-    "cpu_speedup_range": "range of that",
-    "draft_tokens": "guessed",
     "factor_before": "x rung before",
     "factor_first": "x first",
     "hit_rate": "prefix hit rate",
@@ -22,13 +18,10 @@ _TITLES = {
     "lru_hit_rate": "LRU of pages",
     "max_output_tokens_per_s": "peak output tokens/s",
     "output_throughput": "output tokens/s",
-    "output_throughput_without": "without",
     "pool_tokens": "pool, tokens",
     "request_goodput": "good requests/s",
     "request_throughput": "requests/s",
     "same_policy_hit_rate": "with vLLM's policy",
-    "speedup": "speed-up, median",
-    "speedup_range": "range",
     "total_input_tokens": "input tokens",
     "total_output_tokens": "output tokens",
     "total_token_throughput": "total tokens/s",
@@ -59,10 +52,6 @@ _SERVE = columns(
 )
 # Of these, more is better for the first two, less for the others: a ratio is always ours over theirs.
 COMPARED = columns(*_RATES, *_TTFT, *_ITL)
-SPECULATION = columns(
-    *("load", "output_throughput", "output_throughput_without", "speedup", "speedup_range", "cpu_speedup"),
-    *("cpu_speedup_range", "draft_tokens", "accepted_tokens", "total_output_tokens"),
-)
 ROWS: Mapping[str, Columns] = {
     "peers": columns("label", "weights", "streams", "output_throughput", "p50_ttft_ms", *_ITL),
     "page_sizes": columns(
