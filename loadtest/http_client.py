@@ -7,7 +7,6 @@ each read of the socket, one typed decode for each event. No proxies, no redirec
 import asyncio
 import ssl
 import time
-from collections.abc import Callable
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -133,42 +132,45 @@ class Answer:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, for one exchange after another."""
+    """One connection, for one exchange after another.
+
+    Attributes:
+        open: there may be a further one.
+        now: when its last bytes came; 0: none did.
+        status: of the answer; 0: none began.
+        whole: whether all of it came, where it says how much that is.
+        refusal: what came instead of a stream.
+    """
 
     def __init__(self) -> None:
         self.open = True
-        self.keep = False
-        self.status = 0
-        self.received = False
-        self.whole: bool | None = None  # whether the last byte came of an answer that says where it ends
-        self._transport: asyncio.Transport | None = None
-        self._sink: Callable[[int, bytes, float], None] | None = None
-        self._done: asyncio.Future[None] | None = None
-        self._parser: Any = None
-        self._now = 0.0
+        self._begin(Answer(Record()))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
 
-    async def exchange(self, request: bytes, sink: Callable[[int, bytes, float], None]) -> None:
+    async def exchange(self, request: bytes, answer: Answer) -> None:
         """Sends a request; returns at the end of the answer, or when the connection has ended before that."""
-        assert self._transport is not None
-        self._sink, self._parser = sink, httptools.HttpResponseParser(self)
-        self.received, self.keep, self.status, self.whole = False, False, 0, None
-        self._done = asyncio.get_running_loop().create_future()
+        self._begin(answer)
         self._transport.write(request)
-        await self._done
+        try:
+            await self._done
+        finally:
+            if not self._keep:
+                self.close()
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        self.open = False
+        self._transport.abort()
+
+    def _begin(self, answer: Answer) -> None:
+        self.now, self.status, self.refusal, self._keep = 0.0, 0, bytearray(), False
+        self.whole: bool | None = None
+        self._answer, self._parser = answer, httptools.HttpResponseParser(self)
+        self._done = asyncio.get_running_loop().create_future()
 
     def data_received(self, data: bytes) -> None:
-        self._now = time.perf_counter()
-        self.received = True
-        if self._parser is None:
-            self.close()  # bytes that nobody asked for
-            return
+        self.now = time.perf_counter()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
@@ -176,7 +178,10 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.open = False
-        if self._done is not None and not self._done.done():
+        self._end()
+
+    def _end(self) -> None:
+        if not self._done.done():
             self._done.set_result(None)
 
     # The parser's callbacks.
@@ -189,14 +194,14 @@ class _Connection(asyncio.Protocol):
         self.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        if self._sink is not None:
-            self._sink(self.status, body, self._now)
+        if self.status == 200:
+            self._answer.feed(body, self.now)
+        elif len(self.refusal) < _MAX_ERROR_BYTES:
+            self.refusal += body
 
     def on_message_complete(self) -> None:
-        self.keep = self._parser.should_keep_alive()
-        self.whole = True
-        if self._done is not None and not self._done.done():
-            self._done.set_result(None)
+        self.whole, self._keep = True, self._parser.should_keep_alive()
+        self._end()
 
 
 class HttpClient:
@@ -229,23 +234,16 @@ class HttpClient:
 
     async def send(self, request: bytes, record: Record) -> None:
         """Fills `record` with what comes of the request. Raises nothing but a cancellation."""
-        answer, refusal = Answer(record), bytearray()
-
-        def sink(status: int, data: bytes, now: float) -> None:
-            if status == 200:
-                answer.feed(data, now)
-            elif len(refusal) < _MAX_ERROR_BYTES:
-                refusal.extend(data)
-
+        answer = Answer(record)
         try:
-            connection = await self._exchange(request, sink)
+            connection = await self._exchange(request, answer)
         except (OSError, UnicodeError) as error:  # the latter of names that no host can have
             record.error = f"cannot connect: {getattr(error, 'strerror', None) or error}"
             return
         if connection.status == 200:
             answer.close(time.perf_counter(), connection.whole)
         elif connection.status:
-            record.error = f"HTTP {connection.status}: {_refusal(bytes(refusal))}"
+            record.error = f"HTTP {connection.status}: {_refusal(bytes(connection.refusal))}"
         else:
             record.error = "the connection ended before an answer"
 
@@ -254,7 +252,7 @@ class HttpClient:
         for connection in self._idle:
             connection.close()
 
-    async def _exchange(self, request: bytes, sink: Callable[[int, bytes, float], None]) -> _Connection:
+    async def _exchange(self, request: bytes, answer: Answer) -> _Connection:
         """One exchange, over an idle connection or a new one. Raises: OSError when none can be made."""
         while True:
             while self._idle and not self._idle[-1].open:
@@ -264,16 +262,10 @@ class HttpClient:
             else:
                 loop = asyncio.get_running_loop()
                 _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
-            try:
-                await connection.exchange(request, sink)
-            except asyncio.CancelledError:
-                connection.close()
-                raise
-            if connection.open and connection.keep:
+            await connection.exchange(request, answer)
+            if connection.open:
                 self._idle.append(connection)
-                return connection
-            connection.close()
-            if not idle or connection.received or connection.open:
+            if connection.now or not idle:
                 return connection
             # The server ended the idle connection as the request was on its way: no answer began.
 

@@ -95,6 +95,20 @@ def test_concurrency_is_bounded_over_all_workers(mock_server, stream, load_test,
     assert sorted(call.body["prompt"] for call in server.calls) == [f"one two {n}" for n in range(8)]
 
 
+def test_a_connection_is_used_again_until_the_server_ends_it(mock_server, stream, load_test):
+    writers = []
+
+    async def answer(call):
+        writers.append(call.writer)
+        await stream(call)
+        if len(writers) == 4:
+            call.writer.close()
+
+    with mock_server(answer) as server:
+        assert run(load_test(server.url, max_concurrency=1)).fields["completed"] == 8
+    assert [len(set(part)) for part in (writers[:4], writers[4:], writers)] == [1, 1, 2]
+
+
 def test_tokens_that_come_together_void_the_token_latencies(mock_server, stream, load_test):
     with mock_server(partial(stream, together=2)) as server:
         done = run(load_test(server.url))
