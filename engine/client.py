@@ -14,14 +14,14 @@ from engine import messages
 from engine.cache.kv_cache import CacheView
 from engine.frames import HEADER_BYTES, frame_length, to_frame
 from engine.grammar import MAX_HELD, GrammarError, Vocabulary
-from engine.messages import CoreInfo, CoreStats, RequestStart, SequenceOutput
-from engine.request import FinishReason, RejectReason, Request, RequestRejected
+from engine.messages import CoreInfo, CoreStats
+from engine.request import RejectReason, Request, RequestRejected
+from engine.stream import RequestStream
 from engine.trace import StepTrace, TraceEvent
 
 _Answer = TypeVar("_Answer")
 
 _RECONNECT_SECONDS = 0.1
-PIECE = 256  # tokens: with logprobs of 20 others for each it takes some milliseconds to make messages of them
 
 
 class _Connection(NamedTuple):
@@ -32,107 +32,6 @@ class _Connection(NamedTuple):
 
 class CoreDied(Exception):
     """The connection to the core process is lost, and with it every running request."""
-
-
-class RequestStream:
-    """The events of one request: RequestStart once, then lists of SequenceOutput, one entry an index at most.
-
-    Nothing is taken in before `accepted` is done: until then the core speaks of an earlier request with the same id.
-    What the reader has not taken is merged, so that the memory held is bounded by the request's own tokens, and handed
-    out in pieces of PIECE tokens. Ends after the last index has finished, or after an entry with FinishReason.ABORT.
-    Raises CoreDied.
-    """
-
-    def __init__(self, request: Request) -> None:
-        self.request_id = request.request_id
-        self.accepted: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
-        self._open_indexes = set(range(request.params.n))
-        self._start: RequestStart | None = None
-        self._pending: dict[int, SequenceOutput] = {}
-        self._waiter: asyncio.Future[None] | None = None
-        self._error: CoreDied | None = None
-
-    @property
-    def ended(self) -> bool:
-        """Whether the core has nothing more to say about this request."""
-        return not self._open_indexes
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> RequestStart | list[SequenceOutput]:
-        while True:
-            if self._start is not None:
-                start, self._start = self._start, None
-                return start
-            if self._pending:
-                waiting, self._pending = self._pending, {}
-                return [self._piece(output) for output in waiting.values()]
-            if self._error is not None:
-                raise self._error
-            if self.ended:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-
-    def _piece(self, output: SequenceOutput) -> SequenceOutput:
-        """The beginning of what a slow reader has left; the rest is pending again."""
-        ids, logprobs = output.token_ids, output.logprobs
-        if len(ids) <= PIECE:
-            return output
-        at = len(logprobs) // len(ids) * PIECE
-        piece = SequenceOutput(
-            output.request_id, output.index, ids[:PIECE], None, logprobs[:at], output.prompt_logprobs
-        )
-        del ids[:PIECE], logprobs[:at]
-        output.prompt_logprobs = bytearray()
-        self._pending[output.index] = output
-        return piece
-
-    def put_start(self, start: RequestStart) -> None:
-        """Called by the client: the first step has been scheduled."""
-        if self.accepted.done():
-            self._start = start
-            self._wake()
-
-    def put(self, output: SequenceOutput) -> None:
-        """Called by the client: tokens have come."""
-        if not self.accepted.done():
-            return
-        if output.finish is FinishReason.ABORT and self._open_indexes:
-            output.index = min(self._open_indexes)  # one that the reader still waits for
-            self._open_indexes.clear()
-        elif output.index not in self._open_indexes:
-            return
-        earlier = self._pending.get(output.index)
-        if earlier is None:
-            self._pending[output.index] = output
-        else:
-            earlier.token_ids += output.token_ids
-            earlier.logprobs += output.logprobs
-            earlier.prompt_logprobs += output.prompt_logprobs
-            earlier.finish = output.finish
-        if output.finish is not None:
-            self._open_indexes.discard(output.index)
-        self._wake()
-
-    def end_index(self, index: int) -> None:
-        """Nothing more is wanted of this index."""
-        self._open_indexes.discard(index)
-        self._pending.pop(index, None)
-        self._wake()
-
-    def fail(self, error: CoreDied) -> None:
-        """Called by the client: the core is gone."""
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class CoreClient:

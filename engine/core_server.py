@@ -25,6 +25,7 @@ from engine.grammar import GrammarError, Vocabulary
 from engine.messages import CoreInfo
 from engine.request import FinishReason, RejectReason, RequestRejected
 from engine.sequence import SequenceUpdate
+from engine.throughput import ThroughputLog
 from engine.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ logger = logging.getLogger(__name__)
 _READ_BYTES = 1 << 20
 # A client that lets this much pile up has stopped reading.
 _MAX_UNSENT_BYTES = 64 << 20
-_LOG_EVERY_SECONDS = 10.0
 _SELECT_SECONDS = 0.001
 _VIEW_SECONDS = 1.0
 
@@ -77,7 +77,7 @@ class CoreServer:
         self._selector = selectors.DefaultSelector()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(messages.ToCore).decode
-        self._log = _ThroughputLog(core)
+        self._log = ThroughputLog(core)
         self._view, self._view_due = CacheView(b"", [], 0), 0.0
 
         self._listener = socket.socket(socket.AF_UNIX)
@@ -287,9 +287,9 @@ class CoreServer:
                         self._post(connection, messages.CoreState(draining=True))
                 return len(self._owners)
             case "trace":
-                return self._core.scheduler.tracer.request(call.argument)
+                return scheduler.tracer.request(call.argument)
             case "steps":
-                steps = list(self._core.scheduler.tracer.steps)
+                steps = list(scheduler.tracer.steps)
                 return steps[max(0, len(steps) - int(call.argument)) :]
 
     def _cache_view(self) -> CacheView:
@@ -329,32 +329,3 @@ class CoreServer:
 
     def _forget(self, request_id: str) -> None:
         self._owners.pop(request_id).request_ids.discard(request_id)
-
-
-class _ThroughputLog:
-    """A line every 10 s while busy; its rates are over the busy time alone."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
-        self._due = time.monotonic() + _LOG_EVERY_SECONDS
-        self._busy = 0.0
-        self._prefilled = self._generated = 0
-
-    def tick(self, seconds: float) -> None:
-        """Called after every turn, with how long it took."""
-        self._busy += seconds
-        now = time.monotonic()
-        if now < self._due:
-            return
-        stats = self._core.stats()
-        logger.info(
-            "running %d, waiting %d, prefill %.0f tokens/s, decode %.0f tokens/s, KV in use %.1f%%, prefix hits %.1f%%",
-            stats.running_sequences,
-            stats.waiting_sequences,
-            (stats.prefill_tokens - self._prefilled) / self._busy,
-            (stats.generated_tokens - self._generated) / self._busy,
-            100 * stats.used_pages / max(1, stats.total_pages),
-            100 * stats.prefix_hit_tokens / max(1, stats.prefix_query_tokens),
-        )
-        self._due, self._busy = now + _LOG_EVERY_SECONDS, 0.0
-        self._prefilled, self._generated = stats.prefill_tokens, stats.generated_tokens

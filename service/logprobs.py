@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from engine.client import PIECE
 from engine.logprobs import read_logprobs
+from engine.stream import PIECE
 from fulcrum.v1 import inference_pb2 as pb
 from service.tokenizer import Tokenizer
 

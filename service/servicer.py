@@ -9,9 +9,10 @@ from typing import Any
 import grpc
 from google.protobuf.json_format import MessageToJson
 
-from engine.client import CoreClient, CoreDied, RequestStream
+from engine.client import CoreClient, CoreDied
 from engine.messages import RequestStart
 from engine.request import RejectReason, Request, RequestRejected
+from engine.stream import RequestStream
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc
 from service.auth import Authenticator

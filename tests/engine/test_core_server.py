@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import xgrammar
 
-from engine.client import CoreClient, CoreDied, RequestStream
+from engine.client import CoreClient, CoreDied
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.core_server import CoreServer
@@ -23,6 +23,7 @@ from engine.messages import CoreInfo, LoadGrammar, RequestStart, SequenceOutput
 from engine.request import FinishReason, RejectReason, Request, RequestRejected, SamplingParams
 from engine.scheduler import Scheduler
 from engine.step import DeviceLost, Step, StepResult
+from engine.stream import RequestStream
 from engine.trace import Tracer
 
 VOCAB = 97

@@ -16,10 +16,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.cache.kv_cache import CacheView
 from engine.cache.radix import NodeView
-from engine.client import CoreDied, RequestStream
+from engine.client import CoreDied
 from engine.grammar import Vocabulary
 from engine.messages import CoreInfo, CoreStats, RequestStart, SequenceOutput
 from engine.request import FinishReason, RejectReason, Request, RequestRejected
+from engine.stream import RequestStream
 from fulcrum.v1 import inference_pb2_grpc
 from service.config import ServiceConfig
 from service.server import BoundAddresses, serve
