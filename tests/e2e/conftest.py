@@ -20,6 +20,10 @@ from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc as rpc
 
 START_SECONDS = 120
+TOOL_TEMPLATE = """\
+{% for tool in tools or [] %}{{ tool.function.name }}
+{% endfor %}{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% endfor %}"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,14 @@ def serve_tiny(
         assert "Traceback" not in log.read_text()
 
     return serve
+
+
+@pytest.fixture(scope="session")
+def tool_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chat template that takes tools."""
+    path = tmp_path_factory.mktemp("template") / "template.jinja"
+    path.write_text(TOOL_TEMPLATE)
+    return path
 
 
 @pytest.fixture(scope="session")

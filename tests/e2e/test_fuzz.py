@@ -37,11 +37,12 @@ bounded = settings(
 
 @pytest.fixture(scope="module")
 def fuzzed(
-    serve_model: Callable[..., Any], tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    serve_model: Callable[..., Any], tiny_model: Path, tool_template: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
     """A tiny random model with a pool of 64 pages: what is asked for may be too much for it."""
     log = tmp_path_factory.mktemp("fuzz") / "stderr.log"
     flags = ("--load-format", "dummy", "--memory-budget", "512KiB", "--max-model-len", "256", "--request-timeout", "20")
+    flags += ("--chat-template", str(tool_template), "--tool-parser", "hermes", "--speculative", "ngram")
     with serve_model(tiny_model, log, *flags) as addresses:
         yield addresses
     told = log.read_text()
