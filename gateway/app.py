@@ -93,7 +93,7 @@ async def on_api_error(request: Request, error: Exception) -> Response:
 async def on_http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and methods."""
     assert isinstance(error, HTTPException)
-    where = f"{request.method} {request.url.path}"
+    where = f"{request.method} {request.url.path:.200}"
     message = f"There is no {where}." if error.status_code in (404, 405) else str(error.detail)
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
     return JSONResponse(ApiError(error.status_code, message, code=code).body(), error.status_code, error.headers)

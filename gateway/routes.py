@@ -105,7 +105,7 @@ class Routes:
         for card in await self._cards(request):
             if card["id"] == name:
                 return JSONResponse(card)
-        raise ApiError(404, f"The model {name!r} does not exist.", param="model", code="model_not_found")
+        raise ApiError(404, f"The model {name!r:.200} does not exist.", param="model", code="model_not_found")
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: of a prompt, or of a chat's messages."""
@@ -313,7 +313,7 @@ async def in_pieces(texts: Iterable[str]) -> list[bytearray]:
 def seconds(text: str) -> float:
     """A positive number of seconds. Raises: ApiError 400."""
     try:
-        value = float(text)
+        value = math.nan if "_" in text else float(text)  # 1_0 is a number to Python alone
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:

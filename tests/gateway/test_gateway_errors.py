@@ -256,6 +256,14 @@ def test_unknown_paths_and_methods(http, gateway, method, path, status, code):
         assert answer.headers["allow"]
 
 
+@pytest.mark.parametrize("path", ["/", "/v1/models/", "/v1/responses/"])
+def test_a_long_path_does_not_come_back_whole(http, gateway, path):
+    answer = http.get(f"{gateway}{path}{'x' * 60_000}")
+    assert answer.status_code == 404
+    assert "x" * 100 in answer.text
+    assert len(answer.content) < 500
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_deadlines(http, gateway, engine, kit, stream):
     engine.script = kit.hangs(kit.accepted(), kit.delta("x"))
@@ -279,7 +287,7 @@ def test_a_deadline_in_the_queue_is_a_status_also_when_streamed(http, gateway, e
     assert answer.status_code == 504
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", ""])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", "", "1_0"])
 def test_bad_timeouts(http, gateway, engine, kit, value):
     headers = {"x-request-timeout": value}
     answer = http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT, headers=headers)
