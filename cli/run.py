@@ -60,7 +60,8 @@ def serve_both(params: Params, engine: click.Command, gateway: click.Command) ->
                 try:
                     await unless(signals.stopped(), both.died())
                 except Stopped:
-                    click.echo("Running requests finish first; Ctrl-C again ends at once.")
+                    with contextlib.suppress(OSError):  # its terminal may be what has ended
+                        click.echo("Running requests finish first; Ctrl-C again ends at once.")
 
     run(work())
 
@@ -146,6 +147,8 @@ def serve_gateway(params: Params, gateway: click.Command) -> None:
     # Before and after the server has its own handlers, both signals mean: end, all is well.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     count = params["workers"] or 1
     with clear_errors():
         if count == 1:

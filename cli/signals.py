@@ -13,7 +13,7 @@ class Stopped(Exception):
 
 
 class StopSignals:
-    """Takes SIGINT and SIGTERM for the running event loop, from here to the end of the process.
+    """Takes SIGINT, SIGTERM and SIGHUP for the running event loop, from here to the end of the process.
 
     Attributes:
         drain: set by the first signal.
@@ -26,6 +26,8 @@ class StopSignals:
         self.hurry = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.drain.set)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
+            loop.add_signal_handler(signal.SIGHUP, self.drain.set)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
 
     def _interrupt(self) -> None:

@@ -26,7 +26,8 @@ def status(url: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("workers", "number", "children"), [([], signal.SIGINT, 0), (["--workers=2"], signal.SIGTERM, 2)]
+    ("workers", "number", "children"),
+    [([], signal.SIGINT, 0), ([], signal.SIGHUP, 0), (["--workers=2"], signal.SIGTERM, 2)],
 )
 def test_gateway_starts_and_ends(fulcrum, await_end, number: signal.Signals, workers: list[str], children: int) -> None:
     process = fulcrum("gateway", "--engine", NO_ENGINE, "--port=0", *workers)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import pty
+import re
 import shlex
 import signal
 import subprocess
@@ -22,6 +24,9 @@ from fulcrum.v1.inference_pb2_grpc import InferenceServiceStub
 BIN = Path(sys.executable).parent
 # What `make serve` finds on PATH for curl and grpcurl, the latter being the environment's own.
 PASTE = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"}
+
+# As a shell starts a command: its terminal is told to be its own.
+OWN_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from cli.main import main; main()"
 
 
 @pytest.fixture
@@ -140,6 +145,31 @@ def test_a_drain_lets_running_requests_finish(fulcrum, await_end, engine_options
     assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
     assert serve.wait() == 0
     await_end(family)
+
+
+def test_the_end_of_its_terminal_begins_a_drain(engine_options: list[str], tmp_path: Path) -> None:
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWN_TERMINAL, "serve", *engine_options, "--port=0"],
+        stdin=slave, stdout=slave, stderr=slave, env=os.environ | {"TMPDIR": str(tmp_path)}, start_new_session=True,
+    )  # fmt: skip
+    os.close(slave)
+    try:
+        output = b""
+        while b"Ctrl-C ends it" not in output:
+            output += os.read(master, 65536)
+        url = re.search(rb"OpenAI API +(\S+)", output).group(1).decode()
+        body = {"model": "tiny-llama", "prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/completions", json=body, timeout=60) as response:
+            lines = (line for line in response.iter_lines() if line)
+            next(lines)
+            os.close(master)
+            assert list(lines)[-1] == "data: [DONE]"
+        assert process.wait(60) == 0  # it waits for what it has started
+        assert not list(tmp_path.glob("fulcrum-own-*"))
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.full
