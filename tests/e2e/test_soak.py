@@ -339,8 +339,10 @@ async def test_soak(soaked: Any) -> None:
         stats = await crowd.all_back()
         assert stats.preemptions > 0, "the pool was large enough: nothing was tried"
         grown = soaked.resident() - before
-    told = f"{crowd.done.total()} acts, {stats.preemptions} preemptions, {stats.accepted_tokens} guesses accepted"
-    told += f", memory grew from {before:.0f} MB by {grown:.0f} MB"
+    told = (
+        f"{stats.requests_accepted} requests, {stats.requests_aborted} of them aborted, {stats.preemptions} preemptions"
+    )
+    told += f", {stats.accepted_tokens} guesses accepted, memory grew from {before:.0f} MB by {grown:.0f} MB"
     logging.getLogger(__name__).info("%s: %s", told, dict(crowd.done))
     assert grown < 40 + 0.02 * SECONDS
 
