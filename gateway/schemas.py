@@ -14,7 +14,6 @@ from pydantic import (
     ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
-    field_validator,
     model_validator,
 )
 from pydantic_core import from_json
@@ -22,6 +21,9 @@ from pydantic_core import from_json
 from gateway.constraints import VLLM, Choices, Given, ResponseFormat, Schema, StructuredOutputs, in_vllms_fields
 from gateway.errors import ApiError
 from gateway.strict import Strict
+
+B = TypeVar("B", bound="Body")
+T = TypeVar("T")
 
 UINT32_MAX = 2**32 - 1
 MAX_N = 128
@@ -69,6 +71,17 @@ class Body(Strict):
 def or_text(form: Any, one: Callable[[str], object] = str) -> BeforeValidator:
     """A plain string means a list of one: of what `one` makes of it. `form` is what may be written, for OpenAPI."""
     return BeforeValidator(lambda value: [one(value)] if isinstance(value, str) else value, json_schema_input_type=form)
+
+
+def only_with(field: str) -> AfterValidator:
+    """Something is asked for only where this field, which comes before, is true."""
+
+    def check(value: T, info: ValidationInfo) -> T:
+        if value and not info.data.get(field):
+            raise ValueError(f"is only allowed when {field} is true")
+        return value
+
+    return AfterValidator(check)
 
 
 def not_streamed(value: int | None, info: ValidationInfo) -> int | None:
@@ -166,7 +179,7 @@ class Sampling(Body):
     ) = None
     stop_token_ids: Annotated[list[UInt32], Field(max_length=MAX_LISTED_IDS, fail_fast=True)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions, only_with("stream")] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -195,14 +208,6 @@ class Sampling(Body):
             message = f"Invalid '{param}': there is a '{given[0].param}' already, and one answer follows one of them."
             raise ApiError(400, message, param=param, code="invalid_value")
         return given[0] if given else None
-
-    @field_validator("stream_options")
-    @classmethod
-    def stream_options_need_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
-        """As OpenAI has it."""
-        if value is not None and not info.data.get("stream"):
-            raise ValueError("is only allowed when stream is true")
-        return value
 
     @property
     def include_usage(self) -> bool:
@@ -325,16 +330,8 @@ class ChatRequest(Sampling, ChatPrompt):
 
     max_completion_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Top | None = None
+    top_logprobs: Annotated[Top, only_with("logprobs")] | None = None
     prompt_logprobs: PromptTop | None = None
-
-    @field_validator("top_logprobs")
-    @classmethod
-    def top_logprobs_need_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
-        """As OpenAI has it."""
-        if value and not info.data.get("logprobs"):
-            raise ValueError("is only allowed when logprobs is true")
-        return value
 
 
 class CompletionRequest(Sampling):
@@ -380,9 +377,6 @@ class DetokenizeRequest(Body):
     model: str | None = None
     tokens: UInt32s
     skip_special_tokens: bool | None = None
-
-
-B = TypeVar("B", bound=Body)
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
