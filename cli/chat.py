@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import click
 
-from cli.requests import fields, system
 from cli.run import Failed
 from cli.settings import Params, engine_credentials
-from cli.terminal import say
+from cli.terminal import fields, say, system
 from fulcrum.client import FulcrumError, chat_request
 from fulcrum.sync_client import SyncFulcrumClient
 from fulcrum.v1 import inference_pb2 as pb

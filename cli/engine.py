@@ -5,7 +5,7 @@ import contextlib
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,23 +108,10 @@ async def serve_core(
         gc.collect()
         gc.freeze()
         sys.setswitchinterval(0.001)  # a thread that renders a long chat lets the streams go on so soon
-        info = client.info
-        ready(
-            EngineReport(
-                bound.address,
-                [] if bound.own_address is None else [bound.own_address],
-                bound.admin_addresses,
-                bound.metrics_address,
-                info.architecture,
-                info.dtype,
-                info.device,
-                info.max_model_len,
-                info.page_size,
-                info.num_pages,
-                info.max_num_seqs,
-                info.max_num_batched_tokens,
-            )
-        )
+        own = [] if bound.own_address is None else [bound.own_address]
+        of_core = {each.name for each in fields(EngineReport)} & set(client.info.__struct_fields__)
+        about = {name: getattr(client.info, name) for name in of_core}
+        ready(EngineReport(bound.address, own, bound.admin_addresses, bound.metrics_address, **about))
 
     stop = asyncio.Event()
     serving = asyncio.create_task(serve(service, client, ready=report, stop=stop))

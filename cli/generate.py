@@ -7,10 +7,9 @@ import asyncio
 
 import click
 
-from cli.requests import fields, system
 from cli.run import Failed, engine_in_process
 from cli.settings import Params
-from cli.terminal import say
+from cli.terminal import fields, say, system
 from engine.llm import LLM
 from engine.messages import SequenceOutput
 from fulcrum.client import chat_request

@@ -1,12 +1,11 @@
 """The facts that an engine reports when it serves: to its supervisor as JSON, to a person in a banner."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """Where an engine serves, and what. EngineReport(**report.to_json()) is the same again.
+    """Where an engine serves, and what. EngineReport(**asdict(report)) is the same again.
 
     Attributes:
         process_addresses: of each service process alone.
@@ -25,10 +24,6 @@ class EngineReport:
     num_pages: int
     max_num_seqs: int
     max_num_batched_tokens: int
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return asdict(self)
 
     def again(self) -> list[str]:
         """Options with which an engine serves at the same addresses."""

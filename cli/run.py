@@ -86,7 +86,7 @@ def serve_engine(params: Params, service_worker: click.Command) -> None:
 
         def ready(report: EngineReport) -> None:
             if parent is not None:
-                parent.report(report.to_json())
+                parent.report(asdict(report))
             else:
                 click.echo(banner.engine_banner(report, params, names[0], with_key=not service.key_ring().open))
 
@@ -109,19 +109,14 @@ def serve_engine(params: Params, service_worker: click.Command) -> None:
 
 
 def serve_worker(params: Params) -> None:
-    """`fulcrum service-worker`."""
-    parent = Parent() if params["supervised"] else None
+    """`fulcrum service-worker`, which always has a parent."""
+    parent = Parent()
     from cli.engine import serve_core
 
     logs.configure(params["log_level"], params["log_format"], "service")
     service = settings.service_config(params, params["model"], grpc_port=params["grpc_port"], admin=params["admin"])
-
-    def ready(report: EngineReport) -> None:
-        if parent is not None:
-            parent.report(report.to_json())
-
     with clear_errors():
-        run(serve_core(service, params["core"], ready), _fast_loop())
+        run(serve_core(service, params["core"], lambda report: parent.report(asdict(report))), _fast_loop())
 
 
 def serve_gateway(params: Params, gateway: click.Command) -> None:
