@@ -20,9 +20,11 @@ from kernels.gpu.launching import after_previous, early
 _LOG2_E = 1.4426950408889634
 # Programs that write the list of splits together.
 _PLANNERS = 16
-# Splits whose statistics are looked at together, and elements of partial sums that are loaded at once.
+# Splits whose statistics are looked at together, elements of partial sums that are loaded at once, and of how many
+# splits at most: each is code of its own, and 32 of them were half a minute's work for the compiler.
 _MERGED_STATS = 64
 _MERGED = 4096
+_MERGED_SPLITS = 8
 
 
 class DecodeConfig(NamedTuple):
@@ -218,7 +220,7 @@ def decode_attention(
         BLOCK_G=padded_group,
         BLOCK_D=padded_dim,
         BLOCK_S=_MERGED_STATS,
-        UNROLL=max(1, _MERGED // (padded_group * padded_dim)),
+        UNROLL=max(1, min(_MERGED_SPLITS, _MERGED // (padded_group * padded_dim))),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
