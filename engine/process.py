@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import logging
 import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from engine.config import EngineConfig
 from engine.kept import Kept
@@ -22,14 +23,13 @@ _STOP_SECONDS = 10.0
 
 def config_to_json(config: EngineConfig) -> dict[str, Any]:
     """The settings as JSON values."""
-    return dataclasses.asdict(config) | {"model": str(config.model)}
+    values: dict[str, Any] = msgspec.to_builtins(config, enc_hook=str)
+    return values
 
 
 def config_from_json(values: Mapping[str, Any]) -> EngineConfig:
-    """The reverse of `config_to_json`. Raises ValueError, TypeError."""
-    values = dict(values)
-    tuples = {name: tuple(values[name]) for name in ("logits_processors", "speculative_window")}
-    return EngineConfig(**values | tuples | {"model": Path(values["model"])})
+    """The reverse of `config_to_json`. Raises msgspec.ValidationError."""
+    return msgspec.convert(values, EngineConfig, dec_hook=lambda kind, value: kind(value))
 
 
 class CoreProcess(Kept):
