@@ -153,12 +153,7 @@ class WaitingQueue:
                 cached, key=lambda one: (one.rank[0], one.overtaken < MAX_OVERTAKEN, -cached[one], one.rank)
             )
             return
-        at = 0
-        while at < len(queue):
-            sequence = queue[at]
-            yield sequence
-            if at < len(queue) and queue[at] is sequence:
-                at += 1
+        yield from queue.copy()
 
     @property
     def in_order(self) -> bool:
