@@ -58,19 +58,6 @@ class NGrams:
         prompt: what the tokens begin with. Longer runs are trusted first.
     """
 
-    __slots__ = (
-        "_after",
-        "_continued",
-        "_end",
-        "_fresh",
-        "_goes_on",
-        "_length",
-        "_next",
-        "_prompt",
-        "_runs",
-        "_tokens",
-    )
-
     def __init__(self, tokens: list[int], length: int, prompt: PromptRuns) -> None:
         self._tokens, self._length, self._prompt = tokens, length, prompt
         self._after: dict[int, int] = {}  # as the prompt's, of what follows it

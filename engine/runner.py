@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from engine.model.config import ModelConfig
 from engine.request import SamplingParams
 from engine.sampler import Sampler
 from engine.step import RowInit, RowWork, Sample, Step, StepResult
-from kernels.attention import Query, plan_attention
+from kernels.attention import AttentionPlan, Query, plan_attention
 from kernels.logprobs import hidden_logprobs, token_logprobs
 
 _CPU_BUDGET = 2 << 30  # bytes of KV
@@ -156,19 +156,22 @@ class ModelRunner:
         queries = zip(rows[heads], starts[heads], np.add.reduceat(lengths, heads), strict=True)
         positions = torch.from_numpy(np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)).to(self.device)
         tokens = self._token_ids[torch.from_numpy(np.repeat(rows, lengths)).to(self.device), positions]
+        plan = self._plan_attention([Query(*map(int, query)) for query in queries], self._page_table)
+        hidden = self._decoder.forward(tokens, positions, self._kv_cache, plan)
+        last = np.empty_like(ends)
+        last[order] = ends - 1
+        return [*self._sample(hidden, last, step), *self._prompt_logprobs(hidden, last, step)]
+
+    def _plan_attention(self, queries: Sequence[Query], page_table: Tensor) -> AttentionPlan:
         model = self.model_config
-        plan = plan_attention(
-            [Query(*map(int, query)) for query in queries],
-            self._page_table,
+        return plan_attention(
+            queries,
+            page_table,
             page_size=self._page_size,
             group=model.num_heads // model.num_kv_heads,
             dtype=self.dtype,
             windows=model.layer_windows,
         )
-        hidden = self._decoder.forward(tokens, positions, self._kv_cache, plan)
-        last = np.empty_like(ends)
-        last[order] = ends - 1
-        return [*self._sample(hidden, last, step), *self._prompt_logprobs(hidden, last, step)]
 
     def _sample(self, hidden: Tensor, last: NDArray[np.int64], step: Step) -> Iterator[Tensor]:
         """As `_run`, but for the prompts; `last` is where in hidden (T, D) the last token of each work is."""
@@ -211,22 +214,14 @@ class ModelRunner:
 
     def _peak_bytes(self) -> int:
         """Most device memory in use while the largest step runs over a pool just large enough for it."""
-        model, size = self.model_config, self._page_size
         tokens = self._limits.max_num_batched_tokens
         length = min(tokens, self.max_model_len)
         counts = [length] * (tokens // length)
-        pages = math.ceil(length / size)
+        pages = math.ceil(length / self._page_size)
         table = torch.arange(len(counts) * pages, device=self.device).view(len(counts), pages)
         pool = self._new_pool(len(counts) * pages)
         torch.cuda.reset_peak_memory_stats(self.device)
-        plan = plan_attention(
-            [Query(row, 0, length) for row in range(len(counts))],
-            table,
-            page_size=size,
-            group=model.num_heads // model.num_kv_heads,
-            dtype=self.dtype,
-            windows=model.layer_windows,
-        )
+        plan = self._plan_attention([Query(row, 0, length) for row in range(len(counts))], table)
         positions = torch.arange(length, device=self.device).repeat(len(counts))
         hidden = self._decoder.forward(torch.zeros_like(positions), positions, pool, plan)
         self._decoder.logits(hidden[: self._limits.max_samples])
