@@ -72,16 +72,11 @@ class _Conversation(msgspec.Struct):
     conversations: list[_Said] = []
 
 
-class _Message(msgspec.Struct):
-    role: str
-    content: str
-
-
 _Texts = Annotated[list[str], msgspec.Meta(min_length=1)]
 
 
 class _Chat(msgspec.Struct):
-    turns: list[_Message]
+    turns: list[Message]
 
 
 class _Custom(msgspec.Struct):
@@ -138,9 +133,9 @@ def custom(sampling: Sampling, tokenizer: Tokenizer) -> list[Chain]:
         content: Content | None = row.prompt
         if content is None and bytes(row.turns):
             first, *_ = _decoded(sampling, place, row.turns, _Texts)
-            content = [{"role": "user", "content": first}]
+            content = [Message(role="user", content=first)]
         elif content is None and bytes(row.messages):
-            content = [_message(each) for each in _decoded(sampling, place, row.messages, list[_Message])]
+            content = _decoded(sampling, place, row.messages, list[Message])
         output = row.output_tokens if sampling.output_len is None else sampling.output_len
         if content is None or output is None:
             lacking = "prompt" if content is None else "output_tokens (or give --custom-output-len)"
@@ -205,7 +200,7 @@ def multi_turn(sampling: Sampling, tokenizer: Tokenizer) -> list[Chain]:
     The history is the file's own, so that every server gets the same prompts. An answer's length is the file's too.
     `count` counts the requests of all turns.
     """
-    rows = [[_message(turn) for turn in chat.turns] for _, chat in _lines(sampling, _Chat)]
+    rows = [chat.turns for _, chat in _lines(sampling, _Chat)]
     if sampling.shuffle:
         random.Random(sampling.seed).shuffle(rows)
     chains, left = [], sampling.count
@@ -282,10 +277,6 @@ def _oversampled(prompts: list[Prompt], sampling: Sampling) -> list[Chain]:
         generator = random.Random(sampling.seed)
         prompts = prompts + [generator.choice(prompts) for _ in range(sampling.count - len(prompts))]
     return [Chain((prompt,)) for prompt in prompts]
-
-
-def _message(said: _Message) -> Message:
-    return {"role": said.role, "content": said.content}
 
 
 def _content(sampling: Sampling) -> bytes:

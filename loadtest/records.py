@@ -3,15 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import click
 
 Fields = dict[str, Any]
 """A result file's."""
-Message = dict[str, str]
+
+
+class Message(TypedDict):
+    """Of a chat."""
+
+    role: str
+    content: str
+
+
 Content = str | list[int] | list[Message]
-"""A text, token ids, or the messages of a chat ({"role", "content"})."""
+"""A text, token ids, or the messages of a chat."""
 
 
 def messages_of(content: Content) -> list[Message]:

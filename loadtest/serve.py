@@ -15,7 +15,7 @@ from loadtest.datasets import DATASETS, Sampling
 from loadtest.environment import environment
 from loadtest.generator import generate
 from loadtest.metrics import metrics
-from loadtest.records import Chain, LoadTestError, Record, Target
+from loadtest.records import Chain, LoadTestError, Message, Record, Target
 from loadtest.report import SATURATED, Run, now, warnings
 from loadtest.tokens import LocalTokenizer, RemoteTokenizer, Tokenizer, served_model, token_ids
 from loadtest.worker import Load
@@ -113,7 +113,7 @@ class LoadTest:
         blind = [record for record in good if not record.prompt_tokens]
         contents = [chains[each.chain].prompts[each.turn].content for each in blind]
         if self.target.backend == "openai-chat":
-            contents = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in contents]
+            contents = [[Message(role="user", content=each)] if isinstance(each, str) else each for each in contents]
         try:
             outputs = self.tokenizer.encode([each.text for each in silent], special=False) if silent else []
             inputs = token_ids(self.tokenizer, contents)
