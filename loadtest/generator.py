@@ -9,7 +9,7 @@ from multiprocessing.context import SpawnProcess
 from typing import cast
 
 from loadtest.records import Chain, LoadTestError, Target
-from loadtest.worker import TICK, Board, Load, Outcome, Share, work
+from loadtest.worker import TICK, Board, Load, Outcome, Worker
 
 _START_IN = 2.5 * TICK  # so that all workers have seen when the start is
 _END_IN = 30.0
@@ -30,9 +30,9 @@ def generate(target: Target, chains: Sequence[Chain], load: Load, progress: Call
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the workers inherit: Ctrl-C is ours
     try:
         count = min(load.workers, load.max_concurrency or len(chains), len(chains))
-        for share in (Share(target, chains, load, worker, count) for worker in range(count)):
+        for worker in (Worker(target, chains, load, board, number=number, count=count) for number in range(count)):
             reports, reply = context.Pipe(duplex=False)
-            processes[reports] = context.Process(target=work, args=(share, board, reply), daemon=True)
+            processes[reports] = context.Process(target=worker.work, args=(reply,), daemon=True)
             processes[reports].start()
             reply.close()  # so that its end is seen
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -50,21 +50,6 @@ class Load:
     give_up: float = math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one of `count` workers does: which is told by its number."""
-
-    target: Target
-    chains: Sequence[Chain]
-    load: Load
-    worker: int
-    count: int
-
-    def part(self, whole: int) -> int:
-        """Of so many things: how many are this worker's."""
-        return whole // self.count + (self.worker < whole % self.count)
-
-
 class Board:
     """What the processes tell each other.
 
@@ -103,31 +88,38 @@ class Outcome:
     interrupted: bool = False
 
 
-def work(share: Share, board: Board, reply: Connection) -> None:
-    """The process's main function: sends back an Outcome. Ctrl-C is blocked by its parent, whose it is."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection for each request under way
-    with asyncio.Runner(loop_factory=None if share.target.backend == "grpc" else uvloop.new_event_loop) as runner:
-        outcome = runner.run(_Worker(share, board).run())
-    with contextlib.suppress(BrokenPipeError):  # where the parent has gone
-        reply.send(outcome)
+class Worker:
+    """One of `count`: which part of the load is its own is told by its number."""
 
-
-class _Worker:
-    def __init__(self, share: Share, board: Board) -> None:
-        self._share, self._board = share, board
+    def __init__(
+        self, target: Target, chains: Sequence[Chain], load: Load, board: Board, *, number: int, count: int
+    ) -> None:
+        self._target, self._chains, self._load, self._board = target, chains, load, board
+        self._number, self._count = number, count
         self._outcome = Outcome()
         self._clocks: list[_Clocks] = []
-        self._started = asyncio.Event()
 
-    async def run(self) -> Outcome:
+    def work(self, reply: Connection) -> None:
+        """The process's main function: sends back an Outcome. Ctrl-C is blocked by its parent, whose it is."""
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a connection for each request under way
+        with asyncio.Runner(loop_factory=None if self._target.backend == "grpc" else uvloop.new_event_loop) as runner:
+            outcome = runner.run(self._run())
+        with contextlib.suppress(BrokenPipeError):  # where the parent has gone
+            reply.send(outcome)
+
+    def _part(self, whole: int) -> int:
+        """Of so many things: how many are its own."""
+        return whole // self._count + (self._number < whole % self._count)
+
+    async def _run(self) -> Outcome:
         """Ends early when told to stop, or when the parent has gone."""
         records, told = self._outcome.records, 0
         parent = multiprocessing.parent_process()
         assert parent is not None
-        target = self._share.target
-        client = GrpcClient(target) if target.backend == "grpc" else HttpClient(target)
-        load = asyncio.ensure_future(self._load(client))
+        client = GrpcClient(self._target) if self._target.backend == "grpc" else HttpClient(self._target)
+        started = asyncio.Event()
+        load = asyncio.ensure_future(self._send_all(client, started))
         try:
             while not load.done() and not self._board.stop.is_set() and parent.is_alive():
                 await asyncio.wait((load,), timeout=TICK)
@@ -135,7 +127,7 @@ class _Worker:
                     self._board.ended.value += len(records) - told
                 told = len(records)
                 if self._board.start.value:
-                    self._started.set()
+                    started.set()
                 if self._clocks and time.perf_counter() - self._clocks[-1][0] >= _WINDOW:
                     self._clocks.append(_clocks())
             if load.done():
@@ -147,20 +139,19 @@ class _Worker:
         self._outcome.usages = [_usage([*self._clocks, _clocks()])]
         return self._outcome
 
-    async def _load(self, client: HttpClient | GrpcClient) -> None:
+    async def _send_all(self, client: HttpClient | GrpcClient, started: asyncio.Event) -> None:
         """Warms up, waits for the others, and sends the chains."""
-        share, load, board = self._share, self._share.load, self._board
-        first = share.chains[0].prompts[0]
-        warmups = await asyncio.gather(*(send(client, first, Record()) for _ in range(share.part(load.warmups))))
+        load, board, first = self._load, self._board, self._chains[0].prompts[0]
+        warmups = await asyncio.gather(*(send(client, first, Record()) for _ in range(self._part(load.warmups))))
         self._outcome.warmup_errors = [record.error for record in warmups if record.error]
         with board.warm.get_lock():
             board.warm.value += 1
-        await self._started.wait()
+        await started.wait()
         start: float = board.start.value
         await asyncio.sleep(start - time.perf_counter())
         self._clocks.append(_clocks())
         if load.max_concurrency is None:
-            own = range(share.worker, len(share.chains), share.count)
+            own = range(self._number, len(self._chains), self._count)
             await asyncio.gather(*(self._chain(client, number, start) for number in own))
             return
         queue = self._queue(start + load.seconds)
@@ -169,7 +160,7 @@ class _Worker:
             for number in queue:
                 await self._chain(client, number, start)
 
-        await asyncio.gather(*(slot() for _ in range(share.part(load.max_concurrency))))
+        await asyncio.gather(*(slot() for _ in range(self._part(load.max_concurrency))))
 
     def _queue(self, end: float) -> Iterator[int]:
         """Chains that no worker has taken yet, so that none idles while another has a queue; none after the end."""
@@ -178,14 +169,14 @@ class _Worker:
             with taken.get_lock():
                 number = taken.value
                 taken.value += 1
-            if number >= len(self._share.chains):
+            if number >= len(self._chains):
                 return
             yield number
 
     async def _chain(self, client: HttpClient | GrpcClient, number: int, start: float) -> None:
-        if (early := start + self._share.load.times[number] - time.perf_counter()) > 0:
+        if (early := start + self._load.times[number] - time.perf_counter()) > 0:
             await asyncio.sleep(early)
-        for turn, prompt in enumerate(self._share.chains[number].prompts):
+        for turn, prompt in enumerate(self._chains[number].prompts):
             self._outcome.records.append(await send(client, prompt, Record(number, turn)))
 
 
