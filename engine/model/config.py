@@ -2,10 +2,14 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from engine.model.errors import ModelError
 
@@ -39,35 +43,25 @@ FAMILIES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
+class GenerationDefaults(msgspec.Struct, frozen=True):
     """Sampling parameters where a request is silent, from generation_config.json. Off where that file is silent too."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=sys.float_info.max)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=sys.float_info.max)] = 1.0
 
     @classmethod
     def from_hf(cls, generation: Mapping[str, Any]) -> "GenerationDefaults":
         """Reads the fields of a generation_config.json. Raises ModelError naming a field that is no number in range."""
-        ranges: dict[str, Callable[[float], bool]] = {
-            "temperature": lambda x: x >= 0,
-            "top_p": lambda x: 0 < x <= 1,
-            "top_k": lambda x: x >= -1 and x == int(x),
-            "min_p": lambda x: 0 <= x <= 1,
-            "repetition_penalty": lambda x: x > 0,
-        }
-        values: dict[str, Any] = {}
-        for name, in_range in ranges.items():
-            value = generation.get(name)
-            if value is None:
-                continue
-            if not _is_number(value) or not in_range(value):
-                raise ModelError(f"generation_config.json: {name} is {value!r:.200}")
-            values[name] = max(int(value), 0) if name == "top_k" else float(value)
-        return cls(**values)
+        given = {name: value for name, value in generation.items() if value is not None}
+        if given.get("top_k") == -1:
+            given["top_k"] = 0
+        try:
+            return msgspec.convert(given, cls)
+        except msgspec.ValidationError as error:
+            raise ModelError(f"generation_config.json: {error}") from error
 
     @classmethod
     def load(cls, path: Path) -> "GenerationDefaults":
