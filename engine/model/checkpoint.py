@@ -39,7 +39,7 @@ class FolderCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = ModelConfig.from_folder(path)
-        self._file_of: dict[str, Path] = {}
+        self.file = path  # that `tensors()` reads
 
     @property
     def total_bytes(self) -> int:
@@ -53,6 +53,7 @@ class FolderCheckpoint:
             ModelError: a file is missing, truncated or holds other tensors than the index says.
         """
         for file, expected in self._files().items():
+            self.file = file
             try:
                 with safe_open(file, framework="pt") as shard:
                     names = set(shard.keys())
@@ -61,14 +62,9 @@ class FolderCheckpoint:
                         what = "lacks" if name in expected else "has, though the index does not say so,"
                         raise ModelError(f"{file}: {what} the tensor {name}")
                     for name in sorted(names):
-                        self._file_of[name] = file
                         yield name, shard.get_tensor(name)
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{file}: unreadable or truncated: {error}") from error
-
-    def file_of(self, name: str) -> Path:
-        """Which file a tensor that `tensors()` yielded is in."""
-        return self._file_of[name]
 
     def _files(self) -> dict[Path, set[str] | None]:
         """The weight files, and the names of the tensors that each must hold (None: not said)."""

@@ -49,7 +49,7 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         file = read_gguf(path)
-        self.path = path
+        self.path = self.file = path
         self.metadata = file.metadata
         self._data = file.data
         self._infos = file.tensors
@@ -80,10 +80,6 @@ class GGUFCheckpoint:
         """
         for info in self._infos.values():
             yield _hf_name(info.name, self.path), self._read(info)
-
-    def file_of(self, name: str) -> Path:
-        """Which file a tensor is in: there is but one."""
-        return self.path
 
     def _check_kinds(self) -> None:
         for info in self._infos.values():

@@ -32,12 +32,12 @@ def load_weights(decoder: Decoder, checkpoint: Checkpoint, *, progress: bool) ->
         for name, tensor in checkpoint.tensors():
             bar.update(tensor.numel() * tensor.element_size())
             if name in loaded:
-                raise ModelError(f"{checkpoint.file_of(name)}: tensor {name} is there twice")
+                raise ModelError(f"{checkpoint.file}: tensor {name} is there twice")
             if name not in wanted:
                 if _HARMLESS.fullmatch(name) or (name == "lm_head.weight" and decoder.config.tie_embeddings):
                     continue
-                raise ModelError(f"{checkpoint.file_of(name)}: unexpected tensor {name}")
-            _copy(tensor, wanted[name], f"{checkpoint.file_of(name)}: tensor {name}")
+                raise ModelError(f"{checkpoint.file}: unexpected tensor {name}")
+            _copy(tensor, wanted[name], f"{checkpoint.file}: tensor {name}")
             loaded.add(name)
     missing = [name for name in wanted if name not in loaded]
     if missing:

@@ -141,16 +141,13 @@ class Listed:
     """A checkpoint of given tensors, for what a safetensors file cannot hold."""
 
     def __init__(self, folder: Path, more: list[tuple[str, torch.Tensor]]) -> None:
-        self.path = folder
+        self.path = self.file = folder
         self._real, self._more = open_checkpoint(folder), more
         self.config, self.total_bytes = self._real.config, 0
 
     def tensors(self):
         yield from self._real.tensors()
         yield from self._more
-
-    def file_of(self, name: str) -> Path:
-        return self.path
 
 
 def test_duplicate_tensor(folder):
