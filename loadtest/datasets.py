@@ -26,30 +26,20 @@ _Row = TypeVar("_Row")
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What to sample. Lengths are in tokens.
-
-    Attributes:
-        path: the file, where the data set has one.
-        count: requests.
-        output_len: overrides the data's own.
-        oversample: repeats samples where the file has too few.
-        range_ratio: of random lengths: within (1 - r, 1 + r) of input and output.
-        block: of a trace: tokens that each hash id becomes (the trace has 512); its lengths shrink in proportion.
-        prefixes: of shared-prefix: groups, each with a prefix of its own.
-    """
+    """What to sample. Lengths are in tokens."""
 
     path: Path | None = None
-    count: int = 1000
+    count: int = 1000  # requests
     seed: int = 0
-    output_len: int | None = None
+    output_len: int | None = None  # overrides the data's own
     shuffle: bool = True
-    oversample: bool = True
+    oversample: bool = True  # repeats samples where the file has too few
     random_input_len: int = 1024
     random_output_len: int = 128
-    range_ratio: float = 0.0
+    range_ratio: float = 0.0  # of random lengths: within (1 - r, 1 + r) of input and output
     random_prefix_len: int = 0
-    block: int = 16
-    prefixes: int = 64
+    block: int = 16  # of a trace: what its blocks of 512 tokens become; its lengths shrink in proportion
+    prefixes: int = 64  # of shared-prefix: groups, each with a prefix of its own
     prefix_len: int = 2048
     suffix_len: int = 128
     prefix_output_len: int = 256

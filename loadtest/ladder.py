@@ -59,19 +59,13 @@ _OUTPUT_DECILES = (4, 12, 21, 36, 83, 141, 219, 284, 368, 525, 800)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of every rung. Lengths are in tokens.
-
-    Attributes:
-        max_input_len: cuts the drawn lengths of the prompts' own part.
-        max_output_len: cuts the drawn lengths of the answers, and is the max_tokens of every request.
-        prefix_len, prefix_groups: every prompt begins with one of so many common prefixes (length 0: none).
-    """
+    """What is asked of every rung. Lengths are in tokens."""
 
     num_prompts: int
-    max_input_len: int
-    max_output_len: int
-    prefix_len: int
-    prefix_groups: int
+    max_input_len: int  # cuts the drawn lengths of the prompts' own part
+    max_output_len: int  # cuts the drawn lengths of the answers, and is the max_tokens of every request
+    prefix_len: int  # of common prefixes, one of which each prompt begins with
+    prefix_groups: int  # how many of these there are
     seed: int
 
     def jobs(self, vocab_size: int) -> list[Job]:

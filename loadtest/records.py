@@ -29,19 +29,12 @@ def messages_of(content: Content) -> list[Message]:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request.
-
-    Attributes:
-        content: what is sent.
-        output_len: tokens to generate at most.
-        prompt_len: tokens, as counted here; 0 where only the server knows.
-        salt: the server shares cached prefixes only between requests of the same salt.
-    """
+    """One request."""
 
     content: Content
-    output_len: int
-    prompt_len: int = 0
-    salt: str = ""
+    output_len: int  # tokens to generate at most
+    prompt_len: int = 0  # tokens, as counted here; 0 where only the server knows
+    salt: str = ""  # the server shares cached prefixes only between requests of the same salt
 
 
 class Job(NamedTuple):
@@ -53,45 +46,30 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Prompts that are sent one after another, each when the answer to the former has ended: mostly a single one.
-
-    Attributes:
-        prompts: at least one.
-        timestamp: seconds from the start at which a trace sends the first one; None where there is no trace.
-    """
+    """Prompts (at least one) that are sent one after another, each when the answer to the former has ended."""
 
     prompts: tuple[Prompt, ...]
-    timestamp: float | None = None
+    timestamp: float | None = None  # seconds from the start at which a trace sends the first one
 
 
 @dataclass(slots=True)
 class Record:
     """What came of one request. Times are in seconds of the machine's monotonic clock, equal in all its processes.
 
-    An *event* is a message of the stream that carries output.
-
-    Attributes:
-        chain, turn: which request it was.
-        start: when it was sent.
-        ttft: from the start to the first event.
-        itls: from each event to the next.
-        latency: from the start to the end of the answer.
-        prompt_tokens, output_tokens, cached_tokens: as the server counts; output_tokens is None where it does not.
-        text: the answer.
-        error: why it failed; empty when it did not.
+    An *event* is a message of the stream that carries output. Tokens are as the server counts.
     """
 
     chain: int = 0
-    turn: int = 0
-    start: float = 0.0
-    ttft: float = 0.0
-    itls: list[float] = field(default_factory=list)
-    latency: float = 0.0
+    turn: int = 0  # which request of the chain it was
+    start: float = 0.0  # when it was sent
+    ttft: float = 0.0  # from the start to the first event
+    itls: list[float] = field(default_factory=list)  # from each event to the next
+    latency: float = 0.0  # from the start to the end of the answer
     prompt_tokens: int = 0
-    output_tokens: int | None = None
+    output_tokens: int | None = None  # None: the server tells no number
     cached_tokens: int = 0
     text: str = ""
-    error: str = ""
+    error: str = ""  # why it failed
 
     def heard(self, times: Sequence[float]) -> None:
         """Takes the times of its events."""
@@ -101,40 +79,28 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a load test speaks to, and how it asks.
+    """What a load test speaks to, and how it asks."""
 
-    Attributes:
-        backend: "openai" (completions), "openai-chat" or "grpc".
-        url: SCHEME://HOST:PORT of the server, without a path at its end; the scheme https means TLS, for gRPC too.
-        endpoint: path of the HTTP call.
-        model: the name that the server knows.
-        headers: further HTTP headers, or gRPC metadata.
-        sampling: temperature, top_p, ...; only what is set is sent.
-        ignore_eos: goes on past the end-of-sequence token.
-        extra_body: further fields of the HTTP body.
-    """
-
-    backend: str
-    url: str
-    endpoint: str
-    model: str
-    headers: dict[str, str]
-    sampling: dict[str, float]
-    ignore_eos: bool = False
-    extra_body: dict[str, Any] = field(default_factory=dict)
+    backend: str  # "openai" (completions), "openai-chat" or "grpc"
+    url: str  # SCHEME://HOST:PORT, without a path at its end; the scheme https means TLS, for gRPC too
+    endpoint: str  # path of the HTTP call
+    model: str  # the name that the server knows
+    headers: dict[str, str]  # of HTTP, or gRPC metadata
+    sampling: dict[str, float]  # temperature, top_p, ...; only what is set is sent
+    ignore_eos: bool = False  # goes on past the end-of-sequence token
+    extra_body: dict[str, Any] = field(default_factory=dict)  # further fields of the HTTP body
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerUsage:
-    """CPU time of one worker process in cores: over the whole run, and in its busiest second.
+    """CPU time of one worker process in cores.
 
-    `busy` is the share of its busiest second in which it ran or waited for a core: how near it was to its limit.
     A run that is shorter than a second counts as one, so that its first milliseconds do not look like saturation.
     """
 
-    mean: float
-    peak: float
-    busy: float
+    mean: float  # over the whole run
+    peak: float  # in its busiest second
+    busy: float  # share of that second in which it ran or waited for a core: how near it was to its limit
 
 
 class LoadTestError(click.ClickException):

@@ -14,7 +14,7 @@ from loadtest.arrivals import arrival_times
 from loadtest.datasets import DATASETS, Sampling
 from loadtest.environment import environment
 from loadtest.generator import generate
-from loadtest.metrics import metrics
+from loadtest.metrics import LATENCIES, metrics
 from loadtest.records import Chain, LoadTestError, Message, Record, Target
 from loadtest.report import SATURATED, Run, now, warnings
 from loadtest.tokens import LocalTokenizer, RemoteTokenizer, Tokenizer, served_model, token_ids
@@ -26,35 +26,25 @@ _OF_FIXED_LENGTH = ("random", "prefix-trace", "shared-prefix")
 
 @dataclass(frozen=True)
 class LoadTest:
-    """What `fulcrum bench serve` was asked for.
+    """What `fulcrum bench serve` was asked for."""
 
-    Attributes:
-        target: with an empty model where the server is to be asked for it.
-        rate: requests (of multi-turn: conversations) per second; infinite: all at once.
-        self_timed: sends at the trace's own times.
-        tokenizer_path: a tokenizer file or folder; else the server's own is asked, where one is needed.
-        seconds, give_up: see loadtest.worker.Load.
-        objectives, percentiles, selected: see loadtest.metrics.
-        about: further fields of the result file.
-    """
-
-    target: Target
+    target: Target  # with an empty model where the server is to be asked for it
     dataset: str
     sampling: Sampling
-    rate: float = math.inf
+    rate: float = math.inf  # requests (of multi-turn: conversations) per second; infinite: all at once
     burstiness: float = 1.0
     max_concurrency: int | None = None
     warmups: int = 0
     workers: int = 1
-    self_timed: bool = False
-    tokenizer_path: Path | None = None
-    objectives: Mapping[str, float] = field(default_factory=dict)
+    self_timed: bool = False  # sends at the trace's own times
+    tokenizer_path: Path | None = None  # a file or folder; else the server's own is asked, where one is needed
+    objectives: Mapping[str, float] = field(default_factory=dict)  # these three: see loadtest.metrics
     percentiles: Sequence[float] = (50, 95, 99)
-    selected: Sequence[str] = ("ttft", "tpot", "itl", "e2el")
+    selected: Sequence[str] = LATENCIES
     label: str | None = None
-    about: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)  # further fields of the result file
     progress: bool = True
-    seconds: float = math.inf
+    seconds: float = math.inf  # these two: see loadtest.worker.Load
     give_up: float = math.inf
 
     def __post_init__(self) -> None:

@@ -31,61 +31,36 @@ _SCHEDSTAT = Path("/proc/self/schedstat")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How the requests are sent.
+    """How the requests are sent."""
 
-    Attributes:
-        times: seconds from the start at which each chain is due.
-        max_concurrency: most chains under way at once, over all workers.
-        warmups: requests sent before the start, all of them the first chain's first.
-        workers: processes; never more than max_concurrency.
-        seconds: from the start, after which a worker under max_concurrency begins no further chain.
-        give_up: seconds after which all is left as it is, as after Ctrl-C.
-    """
-
-    times: Sequence[float]
-    max_concurrency: int | None = None
-    warmups: int = 0
-    workers: int = 1
-    seconds: float = math.inf
-    give_up: float = math.inf
+    times: Sequence[float]  # seconds from the start at which each chain is due
+    max_concurrency: int | None = None  # most chains under way at once, over all workers
+    warmups: int = 0  # requests sent before the start, all of them the first chain's first
+    workers: int = 1  # processes; never more than max_concurrency
+    seconds: float = math.inf  # from the start, after which a worker under max_concurrency begins no further chain
+    give_up: float = math.inf  # seconds after which all is left as it is, as after Ctrl-C
 
 
 class Board:
-    """What the processes tell each other.
-
-    Attributes:
-        warm: workers whose warm-ups have ended.
-        start: when the load starts (time.perf_counter); 0: not yet.
-        taken: chains that a worker has taken.
-        ended: requests that have ended.
-        stop: nothing further is to be sent, or waited for.
-    """
+    """What the processes tell each other."""
 
     def __init__(self, context: SpawnContext) -> None:
-        self.warm = context.Value("q")
-        self.start = context.Value("d")
-        self.taken = context.Value("q")
-        self.ended = context.Value("q")
-        self.stop = context.Event()
+        self.warm = context.Value("q")  # workers whose warm-ups have ended
+        self.start = context.Value("d")  # when the load starts (time.perf_counter); 0: not yet
+        self.taken = context.Value("q")  # chains that a worker has taken
+        self.ended = context.Value("q")  # requests that have ended
+        self.stop = context.Event()  # nothing further is to be sent, or waited for
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a load, or of a worker's share.
+    """What came of a load, or of a worker's share."""
 
-    Attributes:
-        records: of all requests that have ended.
-        warmup_errors: of each warm-up that failed.
-        usages: of each worker.
-        duration: seconds from the start to the end of the last request.
-        interrupted: by Ctrl-C, or given up; then the requests under way are in no record.
-    """
-
-    records: list[Record] = field(default_factory=list)
-    warmup_errors: list[str] = field(default_factory=list)
-    usages: list[WorkerUsage] = field(default_factory=list)
-    duration: float = 0.0
-    interrupted: bool = False
+    records: list[Record] = field(default_factory=list)  # of all requests that have ended
+    warmup_errors: list[str] = field(default_factory=list)  # of each warm-up that failed
+    usages: list[WorkerUsage] = field(default_factory=list)  # of each worker
+    duration: float = 0.0  # seconds from the start to the end of the last request
+    interrupted: bool = False  # by Ctrl-C, or given up; then the requests under way are in no record
 
 
 class Worker:
