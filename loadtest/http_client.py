@@ -132,18 +132,10 @@ class Answer:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, for one exchange after another.
-
-    Attributes:
-        open: there may be a further one.
-        now: when its last bytes came; 0: none did.
-        status: of the answer; 0: none began.
-        whole: whether all of it came, where it says how much that is.
-        refusal: what came instead of a stream.
-    """
+    """One connection, for one exchange after another."""
 
     def __init__(self) -> None:
-        self.open = True
+        self.open = True  # for a further exchange
         self._begin(Answer(Record()))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -164,8 +156,11 @@ class _Connection(asyncio.Protocol):
         self._transport.abort()
 
     def _begin(self, answer: Answer) -> None:
-        self.now, self.status, self.refusal, self._keep = 0.0, 0, bytearray(), False
-        self.whole: bool | None = None
+        self.now = 0.0  # when its last bytes came; 0: none did
+        self.status = 0  # 0: no answer began
+        self.whole: bool | None = None  # whether all of the answer came, where it says how much that is
+        self.refusal = bytearray()  # what came instead of a stream
+        self._keep = False
         self._answer, self._parser = answer, httptools.HttpResponseParser(self)
         self._done = asyncio.get_running_loop().create_future()
 

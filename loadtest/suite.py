@@ -45,35 +45,21 @@ _HEAD = ("row", "req/s", "out tok/s", "TTFT p50/p99 ms", "TPOT", "ITL", "ev/tok"
 
 @dataclass(slots=True)
 class Suite:
-    """What is measured, and how; and what came of it.
+    """What is measured, and how; and what came of it."""
 
-    Attributes:
-        model: a folder with config.json and tokenizer.json.
-        options: of every server, after those of its rows.
-        folder: of result files and logs.
-        sharegpt: the ShareGPT file.
-        seconds: how long a mixed row begins requests.
-        start_seconds: how long a server may take to serve.
-        deadline: of the whole, on the monotonic clock.
-        rates: requests per second of the other engine, by load.
-        commit: of a copy that has no git; None: as git says.
-        done: result files' fields of each row's runs, by its key.
-        failed: keys of rows of which a run failed.
-    """
-
-    model: Path
-    options: Sequence[str]
-    folder: Path
-    sharegpt: Path | None
+    model: Path  # a folder with config.json and tokenizer.json
+    options: Sequence[str]  # of every server, after those of its rows
+    folder: Path  # of result files and logs
+    sharegpt: Path | None  # the ShareGPT file
     repeat: int
-    seconds: float
+    seconds: float  # how long a mixed row begins requests
     workers: int
-    start_seconds: float
-    deadline: float
-    rates: Mapping[str, float]
-    commit: str | None
-    done: dict[str, list[Fields]] = field(default_factory=dict)
-    failed: dict[str, None] = field(default_factory=dict)
+    start_seconds: float  # how long a server may take to serve
+    deadline: float  # of the whole, on the monotonic clock
+    rates: Mapping[str, float]  # requests per second of the other engine, by load
+    commit: str | None  # of a copy that has no git; None: as git says
+    done: dict[str, list[Fields]] = field(default_factory=dict)  # result files' fields of each row's runs, by its key
+    failed: dict[str, None] = field(default_factory=dict)  # keys of rows of which a run failed
 
     def run(self, rows: Sequence[Row]) -> None:
         """Runs them, and tells of each; ends early where the next one would pass the deadline."""

@@ -15,36 +15,22 @@ from loadtest.records import Chain, LoadTestError, Prompt
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One load.
+    """One load."""
 
-    Attributes:
-        key: its name in --rows and of its files.
-        load: its name in tables.
-        dataset: "random" or "sharegpt", as of `fulcrum bench serve`; "mixed": see `mixed_lengths`.
-        count: requests; fewer where sharegpt has fewer and `oversample` is off; of mixed for each second.
-        lengths: tokens in and out of random; mean and longest sum of both of mixed.
-        rate: requests per second; infinite: all at once.
-        fresh: each repeat has a seed of its own, so that no prompt was seen before.
-        flush: the prefix cache is emptied first.
-        as_ids: texts are sent as token ids.
-        options: of the server; rows with the same ones share a server.
-        reference: the load that it is compared with, where that has another name; "": it is compared with none.
-    """
-
-    key: str
-    load: str
-    dataset: str
-    count: int
-    lengths: tuple[int, int] = (0, 0)
-    rate: float = math.inf
+    key: str  # its name in --rows and of its files
+    load: str  # its name in tables
+    dataset: str  # "random" or "sharegpt", as of `fulcrum bench serve`; "mixed": see `mixed_lengths`
+    count: int  # requests; fewer where sharegpt has fewer and `oversample` is off; of mixed for each second
+    lengths: tuple[int, int] = (0, 0)  # tokens in and out of random; mean and longest sum of both of mixed
+    rate: float = math.inf  # requests per second; infinite: all at once
     concurrency: int | None = None
     seed: int = 1
     oversample: bool = False
-    fresh: bool = True
-    flush: bool = True
-    as_ids: bool = False
-    options: tuple[str, ...] = ()
-    reference: str | None = None
+    fresh: bool = True  # each repeat has a seed of its own, so that no prompt was seen before
+    flush: bool = True  # the prefix cache is emptied first
+    as_ids: bool = False  # texts are sent as token ids
+    options: tuple[str, ...] = ()  # of the server; rows with the same ones share a server
+    reference: str | None = None  # the load it is compared with, where that has another name; "": with none
 
     @property
     def compared_with(self) -> str:
