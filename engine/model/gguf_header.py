@@ -33,20 +33,14 @@ SCALARS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies.
-
-    Args:
-        shape: as in Hugging Face, slowest dimension first (GGUF stores it reversed).
-        start: byte in the file.
-        row_bytes, nbytes: stored size of one run of the last dimension, and of all.
-    """
+    """Where a tensor lies."""
 
     name: str
     kind: GGMLQuantizationType
-    shape: tuple[int, ...]
-    start: int
-    row_bytes: int
-    nbytes: int
+    shape: tuple[int, ...]  # as in Hugging Face, slowest dimension first (GGUF stores it reversed)
+    start: int  # byte in the file
+    row_bytes: int  # stored size of one run of the last dimension
+    nbytes: int  # and of all
 
 
 @dataclass(frozen=True, slots=True)
