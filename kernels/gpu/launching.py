@@ -13,7 +13,7 @@ _MOST_ROWS = 8
 
 def early(rows: int, device: torch.device) -> dict[str, bool]:
     """Options of the launch of a kernel that takes PDL and calls `after_previous` before it touches any data."""
-    if rows > _MOST_ROWS or device.type == "cpu" or torch.cuda.get_device_capability() < (9, 0):
+    if rows > _MOST_ROWS or device.type == "cpu" or torch.cuda.get_device_capability(device) < (9, 0):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
 

@@ -21,7 +21,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]
     script = Path(__file__).with_name("hopper.py")
     # Loops that were unrolled too often have kept the compiler busy for minutes: that is a failure too.
     run = subprocess.run(
-        (sys.executable, script), env=environment, capture_output=True, text=True, timeout=400, check=False
+        (sys.executable, script), env=environment, capture_output=True, text=True, timeout=280, check=False
     )
     assert run.returncode == 0, run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]
