@@ -99,6 +99,14 @@ class Child(Kept):
                 os.killpg(self.pid, signal.SIGKILL)
 
 
+async def stop_in_turn(children: Sequence[Child], grace: float, hurry: asyncio.Event) -> None:
+    """Stops one after the other, all of them within the grace and STOP_SECONDS, though each may have to be hurried."""
+    clock = asyncio.get_running_loop().time
+    end = clock() + grace + STOP_SECONDS - len(children) * HURRY_SECONDS
+    for child in children:
+        await child.stop(max(0.0, end - clock()), hurry)
+
+
 async def run_workers(
     workers: Sequence[Child],
     *others: Kept,

@@ -12,7 +12,7 @@ import click
 
 from cli import settings
 from cli.banner import reachable
-from cli.child import STOP_SECONDS, Child
+from cli.child import Child, stop_in_turn
 from cli.report import EngineReport
 from cli.settings import Params
 from cli.signals import StopSignals, unless
@@ -83,9 +83,7 @@ async def running(
             await unless(_healthy(**serves), signals.stopped(), core.died(), front.died())
             yield Both(report, serves["address"], core, front)
         finally:
-            end = asyncio.get_running_loop().time() + params["grace"] + STOP_SECONDS
-            for child in reversed(children):
-                await child.stop(max(0.0, end - asyncio.get_running_loop().time()), signals.hurry)
+            await stop_in_turn(children[::-1], params["grace"], signals.hurry)
 
 
 async def _healthy(address: str, *, https: bool, mutual: bool) -> None:

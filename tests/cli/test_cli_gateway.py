@@ -12,7 +12,7 @@ import urllib.request
 
 import pytest
 
-from cli.child import Child
+from cli.child import HURRY_SECONDS, Child, stop_in_turn
 from engine.kept import ProcessDied
 
 NO_ENGINE = "127.0.0.1:1"
@@ -56,6 +56,20 @@ async def test_a_child_reports_and_stops() -> None:
     finally:
         await child.stop(30, asyncio.Event())
     assert await child.wait() == 0
+
+
+async def test_children_stopped_in_turn_end_within_the_grace_and_15_seconds(monkeypatch) -> None:
+    """Though each takes all that it is given, and has to be hurried then."""
+    now = 100.0
+
+    class Slow(Child):
+        async def stop(self, grace: float, hurry: asyncio.Event) -> None:
+            nonlocal now
+            now += grace + HURRY_SECONDS
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+    await stop_in_turn([Slow(name, (), {}, 0) for name in ("gateway", "engine")], 20.0, asyncio.Event())
+    assert now == 100 + 20 + 15
 
 
 async def test_a_child_that_cannot_start_says_why(capfd: pytest.CaptureFixture[str]) -> None:
