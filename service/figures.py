@@ -4,6 +4,7 @@ Every process has the same layout, so that the engine's figures are the sums of 
 """
 
 import mmap
+import os
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
@@ -98,7 +99,7 @@ class Figures:
             memory = mmap.mmap(-1, _BYTES)
         else:
             with path.open("a+b") as file:  # one that is started again goes on where it was
-                file.truncate(_BYTES)
+                os.posix_fallocate(file.fileno(), 0, _BYTES)  # a hole in it would be SIGBUS once the disk is full
                 memory = mmap.mmap(file.fileno(), _BYTES)
         self._block = memoryview(memory).cast("d")
         calls = [(method, code.name) for method in (*_METHODS, *_OTHER_METHODS) for code in grpc.StatusCode]

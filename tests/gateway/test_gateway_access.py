@@ -2,7 +2,10 @@
 
 import concurrent.futures
 import hashlib
+import os
 import re
+import subprocess
+import sys
 
 import grpc
 import httpx
@@ -227,6 +230,22 @@ def test_any_worker_tells_one_truth(guarded, engine, kit):
             ('fulcrum_gateway_http_request_seconds_count{path="/v1/chat/completions"}', 40),
         ):
             assert metric(after, name) - metric(before, name) == grown, name
+
+
+def test_a_full_disk_takes_no_metrics(tmp_path):
+    program = (
+        "from gateway.metrics import Metrics\nfrom telemetry.expiry import Certificates\n"
+        "metrics = Metrics(Certificates({}))\n"
+        "for path in map(str, range(20)):\n"
+        "    for status in map(str, range(30)): metrics.requests.labels('GET', path, status).inc()\n"
+        "    metrics.seconds.labels(path).observe(1)\n"
+        "assert metrics.render()\n"
+    )
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    files = [path.stat() for path in tmp_path.iterdir()]
+    assert len(files) == 2
+    assert all(found.st_blocks * 512 >= found.st_size > 0 for found in files)  # no hole is left to be filled later
 
 
 def test_metrics_of_one_process(http, gateway, engine, kit):

@@ -302,3 +302,10 @@ async def test_what_goes_wrong_in_a_scrape_is_a_record_of_the_log(error, level, 
     await server.close()
     assert [record.levelname for record in caplog.records if record.message == "a scrape failed"] == [level]
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_full_disk_takes_no_figures(tmp_path):
+    path = tmp_path / "0.figures"
+    Figures(path)
+    found = path.stat()
+    assert found.st_blocks * 512 >= found.st_size > 0  # no hole is left to be filled later
