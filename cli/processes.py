@@ -1,12 +1,28 @@
 """How many service and gateway processes serve where a person does not say. Knows no room's settings."""
 
 import os
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 # Of 16 cores; what is left is for the engine core and the system. More than so many one device never feeds.
 _SERVICE, _GATEWAY, _CORES = 5, 6, 16
+
+
+# Descriptors; more connections than that one process does not serve.
+_MOST_FILES = 1 << 16
+
+
+def raise_file_limit() -> None:
+    """Lets this process, and those that it starts, have as many connections as the system would let them.
+
+    The limit that it gives at first, often 1024 files, is for programs that cannot have more.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def with_counts(params: Mapping[str, Any]) -> dict[str, Any]:

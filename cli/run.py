@@ -37,6 +37,7 @@ def serve_both(params: Params, engine: click.Command, gateway: click.Command) ->
     """`fulcrum serve`."""
     from cli.serve import running
 
+    processes.raise_file_limit()
     params = processes.with_counts(params)
     logs.configure(params["log_level"], params["log_format"], "serve")
     settings.engine_config(params, Path())
@@ -69,6 +70,7 @@ def serve_both(params: Params, engine: click.Command, gateway: click.Command) ->
 def serve_engine(params: Params, service_worker: click.Command) -> None:
     """`fulcrum engine`."""
     parent = Parent() if params["supervised"] else None
+    processes.raise_file_limit()
     params = processes.with_counts(params)
     logs.configure(params["log_level"], params["log_format"], "engine")
     count, port = params["service_workers"], params["grpc_port"]
@@ -124,6 +126,7 @@ def serve_gateway(params: Params, gateway: click.Command) -> None:
     parent = Parent() if params["supervised"] else None
     from gateway.server import serve
 
+    processes.raise_file_limit()
     logs.configure(params["log_level"], params["log_format"], "gateway")
     engines = tuple(address.strip() for address in params["engine"].split(","))
     config = settings.gateway_config(params, engines)

@@ -1,8 +1,10 @@
 """`fulcrum gateway` as a process: starts, answers, refuses, ends; and as a child that its parent outlives or not."""
 
 import asyncio
+import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -38,6 +40,21 @@ def test_gateway_starts_and_ends(fulcrum, await_end, number: signal.Signals, wor
     assert len(family) == children
     assert process.stop(number) == 0
     await_end(family)
+
+
+def test_connections_are_as_many_as_the_hard_limit_of_files_allows(fulcrum) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
+    try:
+        process = fulcrum("gateway", "--engine", NO_ENGINE, "--port=0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    url = process.expect(r"OpenAI API  (http://127\.0\.0\.1:\d+)/v1")
+    host, port = url.removeprefix("http://").split(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+        assert status(f"{url}/livez") == 200
 
 
 def test_a_taken_port_is_one_line_and_status_2(fulcrum) -> None:
