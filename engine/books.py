@@ -36,6 +36,7 @@ class Books:
 
     Attributes:
         cache: the pages and the tree.
+        counts: what has happened; those of steps and time are for the core to count.
         draining: no new request is taken.
     """
 
@@ -50,7 +51,7 @@ class Books:
         self._guess = 0 if config.speculative == "off" else config.speculative_length
         self._eos = dict.fromkeys(info.eos_token_ids, FinishReason.EOS)
         self._random = random.Random(config.seed)
-        self._stats = CoreStats(total_pages=info.num_pages)
+        self.counts = CoreStats(total_pages=info.num_pages)
         self._live: dict[str, dict[int, Sequence]] = {}  # unfinished sequences, by request and index
         self._waiting = WaitingQueue(config, self.cache.hit if config.admission == "prefix" else None)
         self._prefilling: dict[Sequence, None] = {}  # running, in the order of admission
@@ -72,10 +73,10 @@ class Books:
         try:
             matchers = self._check(request)
         except RequestRejected:
-            self._stats.requests_rejected += 1
+            self.counts.requests_rejected += 1
             raise
-        self._stats.requests_accepted += 1
-        params, arrival = request.params, self._stats.requests_accepted
+        self.counts.requests_accepted += 1
+        params, arrival = request.params, self.counts.requests_accepted
         if params.seed is None:
             request = replace(request, params=replace(params, seed=self._random.getrandbits(63)))
         guessing = self._guess > 0 and request.speculative
@@ -141,7 +142,7 @@ class Books:
     # Sequences leave.
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._stats.preemptions += 1
+        self.counts.preemptions += 1
         self._trace(sequence, "preempted", pages=len(sequence.pages), tokens=len(sequence.tokens))
         self._stop(sequence)
         sequence.state = State.WAITING
@@ -169,9 +170,9 @@ class Books:
             del self._live[request_id]
             self._waiting.leave(sequence.request)
             if reason is FinishReason.ABORT:
-                self._stats.requests_aborted += 1
+                self.counts.requests_aborted += 1
             else:
-                self._stats.requests_finished += 1
+                self.counts.requests_finished += 1
 
     def _stop(self, sequence: Sequence) -> None:
         """A running sequence stops; row and pages go back now, or with the last step in flight that uses them."""
@@ -226,8 +227,8 @@ class Books:
 
     @property
     def stats(self) -> CoreStats:
-        """Counters, and gauges brought up to date; what concerns steps and time is for the core to fill in."""
-        stats = self._stats
+        """The counts, with gauges of this moment."""
+        stats = self.counts
         stats.running_sequences = self.num_running
         stats.waiting_sequences = self.num_waiting
         stats.live_requests = len(self._live)

@@ -56,7 +56,6 @@ class EngineCore:
 
     def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: int = 0) -> None:
         self.scheduler = scheduler
-        self._stats = scheduler.stats
         self._runner = runner
         self._overlap = overlap
         self._in_flight: deque[_InFlight] = deque()
@@ -84,7 +83,7 @@ class EngineCore:
         began = time.monotonic()
         step = self.scheduler.schedule()
         scheduled = time.monotonic()
-        self._stats.schedule_seconds += scheduled - began
+        self.scheduler.counts.schedule_seconds += scheduled - began
         turn = Turn([], [])
         if step is not None:
             self._count(step)
@@ -93,7 +92,7 @@ class EngineCore:
                 launched, now = self._runner.launch(step), time.monotonic()
                 self._in_flight.append(_InFlight(step, launched, self._busy, (began, scheduled, now)))
                 self._pacer.launched(step, began, now)
-                self._stats.launch_seconds += now - scheduled
+                self.scheduler.counts.launch_seconds += now - scheduled
             except DeviceLost:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a step raises is about its own sequences
@@ -122,7 +121,7 @@ class EngineCore:
                 if one.finish is FinishReason.ERROR:
                     fields = about(request_id=one.request_id)
                     logger.error("request %s, sequence %d: %s", one.request_id, one.index, one.message, extra=fields)
-        stats = self._stats
+        stats = self.scheduler.counts
         stats.collect_seconds += computed - began
         stats.execute_seconds += computed - max(times[1], self._computed)
         self._computed = computed
@@ -139,7 +138,7 @@ class EngineCore:
         return self.scheduler.fail(step, str(error))
 
     def _count(self, step: Step) -> None:
-        stats = self._stats
+        stats = self.scheduler.counts
         stats.steps += 1
         rows, tokens = len(step.works) - step.num_drafts, step.num_tokens
         stats.last_step_rows, stats.last_step_tokens = rows, tokens

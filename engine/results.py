@@ -40,7 +40,7 @@ class Results(Books):
             if sequence.special:
                 taken, finish = sequence.take(token, guessed.get(row, ()))
                 more += len(taken) - 1
-                self._stats.accepted_tokens += max(0, len(taken) - 1)
+                self.counts.accepted_tokens += max(0, len(taken) - 1)
             else:
                 tokens.append(token)
                 if token in sequence.stops or len(tokens) >= sequence.max_length:
@@ -54,7 +54,7 @@ class Results(Books):
                 ended.append((sequence, finish))
                 if finish is FinishReason.ERROR:
                     updates[-1].message = f"its grammar does not allow token {tokens[-1]}"
-        self._stats.generated_tokens += len(updates) - before + more
+        self.counts.generated_tokens += len(updates) - before + more
         for sequence, finish in ended:
             self._end(sequence, finish)
         self._collected(step)

@@ -182,7 +182,7 @@ class Scheduler(Results):
             plan.drafts.append(Draft(row, start, guesses[:count]))
             sequence.guessed = True
             plan.budget -= count
-            self._stats.draft_tokens += count
+            self.counts.draft_tokens += count
             self._waiting.charge(sequence.request.tenant, PREFILL_WORK * count)
 
     def _prefill(self, plan: Plan) -> None:
@@ -234,8 +234,8 @@ class Scheduler(Results):
         if self._waiting.begin(sequence.request):
             plan.started.append((sequence.request.request_id, hit))
             if sequence.node is not None:
-                self._stats.prefix_query_tokens += min(sequence.num_tokens, sequence.logprobs_from)
-                self._stats.prefix_hit_tokens += hit
+                self.counts.prefix_query_tokens += min(sequence.num_tokens, sequence.logprobs_from)
+                self.counts.prefix_hit_tokens += hit
                 self.cache.count_hit(sequence)
 
     def _occupy(self, plan: Plan, sequence: Sequence) -> None:
@@ -274,7 +274,7 @@ class Scheduler(Results):
             top = sequence.request.params.prompt_logprobs or 0
             plan.prompt_logprobs.append(PromptLogprobs(len(plan.works) - 1, first, end, top))
         plan.budget -= chunk
-        self._stats.prefill_tokens += chunk
+        self.counts.prefill_tokens += chunk
         pages = len(sequence.pages)
         self._trace(sequence, "prefill", step=plan.step_id, start=position, tokens=chunk, pages_held=pages)
         self._waiting.charge(sequence.request.tenant, PREFILL_WORK * chunk)
