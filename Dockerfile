@@ -1,7 +1,7 @@
 # One image for both halves; the command chooses: `engine`, `gateway` or (the default) `serve`.
 #   docker build -t fulcrum .
-#   docker run --rm --stop-timeout 45 -p 127.0.0.1:8000:8000 -p 127.0.0.1:50051:50051 -e FULCRUM_API_KEY=choose-one fulcrum
-FROM python:3.12-slim
+#   docker run --rm --init --stop-timeout 45 -p 127.0.0.1:8000:8000 -p 127.0.0.1:50051:50051 -e FULCRUM_API_KEY=choose-one fulcrum
+FROM python:3.12-slim-bookworm
 
 # The usual torch wheel runs on CUDA and on CPUs. For a smaller image without CUDA:
 #   docker build --build-arg PIP_EXTRA_INDEX_URL=... .   (PyTorch's index of CPU wheels)
@@ -31,7 +31,9 @@ RUN pip install -c constraints.txt '.[engine,gateway,otel]'
 RUN useradd --create-home --uid 10001 fulcrum && install -d -o fulcrum -g fulcrum /models /cache
 USER 10001
 WORKDIR /home/fulcrum
-ENV FULCRUM_CACHE=/cache HF_HOME=/cache/huggingface FULCRUM_HOST=0.0.0.0 FULCRUM_METRICS_HOST=0.0.0.0
+# What is written lies in /cache and /tmp: the rest may be read-only.
+ENV FULCRUM_CACHE=/cache HF_HOME=/cache/huggingface TRITON_CACHE_DIR=/cache/triton \
+    FULCRUM_HOST=0.0.0.0 FULCRUM_METRICS_HOST=0.0.0.0
 VOLUME ["/cache"]
 EXPOSE 8000 50051
 

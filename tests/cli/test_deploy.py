@@ -75,8 +75,16 @@ def test_kubernetes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     # Kubernetes would set FULCRUM_PORT=tcp://... for a Service called fulcrum.
     assert pod["enableServiceLinks"] is False
     assert pod["securityContext"]["runAsUser"] == int(re.search(r"(?m)^USER (\d+)$", DOCKERFILE).group(1))
-    mounted = [each["mountPath"] for each in container.get("volumeMounts", ())]
-    assert name != "fulcrum-engine" or IMAGE["FULCRUM_CACHE"] in mounted
+    # Pod Security Standard "restricted", and places for all that is written.
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    mounted = {each["mountPath"] for each in container["volumeMounts"]}
+    assert {"/tmp", *([IMAGE["FULCRUM_CACHE"]] if name == "fulcrum-engine" else [])} <= mounted
 
 
 def test_kubernetes_fits_together() -> None:
@@ -113,6 +121,7 @@ def test_compose(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         assert re.match(r"(FULCRUM_API_KEY|FULCRUM_GATEWAY_KEY|MODEL|HF_TOKEN|PORT|GRPC_PORT)\W", text), text
     params = composed(monkeypatch, name)
     assert params.get("model") is None, "what is not set is the default model, not one without a name"
+    assert (service["read_only"], service["tmpfs"], service["cap_drop"]) == (True, ["/tmp"], ["ALL"])
     (published,) = service["ports"]
     host, ours, port = re.fullmatch(r"(\S+):\$\{\w+:-(\d+)\}:(\d+)", published).groups()
     assert (host, int(ours)) == ("127.0.0.1", int(port))
@@ -136,6 +145,11 @@ def test_the_image() -> None:
     assert (int(health[1]), health[2]) == (defaults["port"], "/health")
     assert re.search(r'(?m)^ENTRYPOINT \["fulcrum"\]\nCMD \["serve"\]$', DOCKERFILE)
     assert re.search(r"(?m)^STOPSIGNAL SIGTERM$", DOCKERFILE)
+    assert all(IMAGE[name].startswith("/cache") for name in ("FULCRUM_CACHE", "HF_HOME", "TRITON_CACHE_DIR"))
+    sources = [word for each in re.findall(r"(?m)^COPY (.*) \S+$", DOCKERFILE) for word in each.split()]
+    everything, *allowed = (ROOT / ".dockerignore").read_text().split("\n", 1)[1].split()
+    assert everything == "*"
+    assert {each.removeprefix("!") for each in allowed} == {*sources, "**/__pycache__"}
     copied = re.findall(r"(?m)^COPY (\w+) \1$", DOCKERFILE)
     assert all((ROOT / each).is_dir() for each in copied)
     # What setuptools is told to install, or the build ends.
