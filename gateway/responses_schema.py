@@ -10,12 +10,14 @@ from gateway.schemas import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
+    MODE_OR_NAMED,
     UINT32_MAX,
     Body,
     CalledFunction,
     Effort,
     Function,
     FunctionName,
+    Mode,
     Sampling,
     Top,
     or_text,
@@ -199,7 +201,7 @@ class ResponsesRequest(Sampling):
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Annotated[Mode | Annotated[NamedFunction, Tag("[named]")], MODE_OR_NAMED] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     top_logprobs: Top | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -8,8 +8,10 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     PlainValidator,
+    Tag,
     ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
@@ -288,18 +290,32 @@ class NamedTool(Body):
     function: FunctionName
 
 
+# Of a choice that is an object, its own fault is told. Tags are in brackets: they are no fields of the caller's.
+Mode = Annotated[Literal["none", "auto", "required"], Tag("[mode]")]
+MODE_OR_NAMED = Discriminator(lambda value: "[mode]" if isinstance(value, str) else "[named]")
+
+
+def said(value: T, info: ValidationInfo) -> T:
+    """Content: the assistant's alone may be missing, as where it has called or thought."""
+    if value is None and info.data.get("role", "assistant") != "assistant":
+        raise ValueError("is missing")
+    return value
+
+
 class Message(Body):
     """One message of a chat. The last five fields come back when a client sends an earlier answer unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: (
+    content: Annotated[
         Annotated[
             list[ContentPart],
             Field(max_length=MAX_PARTS, fail_fast=True),
             or_text(str | list[ContentPart], lambda text: {"type": "text", "text": text}),
         ]
-        | None
-    ) = None
+        | None,
+        Field(validate_default=True),
+        AfterValidator(said),
+    ] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
@@ -319,7 +335,7 @@ class ChatPrompt(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Annotated[Mode | Annotated[NamedTool, Tag("[named]")], MODE_OR_NAMED] | None = None
     parallel_tool_calls: bool | None = None
     # For templates that know it; others ignore it.
     reasoning_effort: Effort | None = None

@@ -72,7 +72,7 @@ def test_a_field_is_in_one_list_only():
 HEAD = Head("1", 2, 'evil "\\u0000" \u2028 model', "fp")
 SHAPES = {
     usage: (
-        (ChatFormat(HEAD, 3, ChatRequest(messages=[{"role": "user"}], **more)), ("delta", "content")),
+        (ChatFormat(HEAD, 3, ChatRequest(messages=[{"role": "user", "content": "a"}], **more)), ("delta", "content")),
         (CompletionFormat(HEAD, 3, CompletionRequest(prompt="p", **more)), ("text",)),
     )
     for usage in (False, True)

@@ -7,6 +7,8 @@ import json
 import re
 import socket
 import time
+from types import NoneType, UnionType
+from typing import Literal, Required, Union, get_args, get_origin, get_type_hints
 
 import httpx
 import pytest
@@ -17,8 +19,10 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
 from openai.types.responses import response_input_param
 from pydantic import ValidationError
+from typing_extensions import is_typeddict
 
 from gateway import constraints, responses_schema, schemas
+from gateway.errors import ApiError
 from gateway.responses_schema import ResponsesRequest
 from gateway.schemas import ChatRequest, CompletionRequest
 
@@ -117,6 +121,82 @@ def test_what_is_ignored_and_what_is_not_served_is_told_exactly(kit, kind):
         taken = {json.dumps(json.loads(value)) for value in re.findall("`(.+?)`", values)} | {"null"}
         told |= dict.fromkeys(re.findall("`(.+?)`", names), taken)
     assert told == {name: set(map(json.dumps, values)) for name, values in kind.unserved.items()}
+
+
+PLAIN = {str: ("x",), int: (1,), float: (1.0,), bool: (True, False), NoneType: (None,), object: ("x",)}
+
+
+def values(kind):
+    """Of a type of OpenAI's client: one value for each alternative in it, of objects with one field more at a time."""
+    if is_typeddict(kind):
+        hints = get_type_hints(kind, include_extras=True)
+        least = {name: next(values(hint)) for name, hint in hints.items() if get_origin(hint) is Required}
+        yield least
+        for name, hint in hints.items():
+            yield from (least | {name: value} for value in values(hint) if (name, value) not in least.items())
+    elif get_origin(kind) is Literal:
+        yield from get_args(kind)
+    elif get_origin(kind) in (Required, Union, UnionType):
+        for each in get_args(kind):
+            yield from values(each)
+    elif get_origin(kind) is dict:
+        yield {"7": next(values(get_args(kind)[1]))}
+    elif get_args(kind):  # lists, by whatever name
+        yield from ([value] for value in values(get_args(kind)[0]))
+    else:
+        yield from PLAIN[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs", "least", "refused"),
+    [
+        (
+            ChatRequest,
+            chat_params.CompletionCreateParamsStreaming,
+            {"messages": [{"role": "user", "content": "x"}], "logprobs": True},
+            {
+                *("messages[0].audio", "messages[0].function_call", "messages[0].refusal"),
+                *("messages[0].role", "messages[0].tool_calls[0].type"),  # function; custom
+                *("response_format.json_schema.schema", "tool_choice.type", "tools[0].type"),
+            },
+        ),
+        (CompletionRequest, completion_params.CompletionCreateParamsStreaming, {"prompt": "x"}, {"prompt"}),  # null
+        (
+            ResponsesRequest,
+            response_params.ResponseCreateParamsStreaming,
+            {"input": "x"},
+            {
+                *("input[0]", "input[0].role", "input[0].content[0].type"),
+                *("input[0].async", "input[0].caller", "input[0].namespace"),
+                *("input[0].call_id", "input[0].encrypted_content"),
+                *("reasoning.context", "reasoning.generate_summary", "reasoning.mode", "reasoning.summary"),
+                *("text.verbosity", "tool_choice.type", "tools[0].type"),
+                *("tools[0].allowed_callers", "tools[0].async", "tools[0].defer_loading", "tools[0].output_schema"),
+            },
+        ),
+    ],
+    ids=["chat", "completion", "response"],
+)
+def test_whatever_the_clients_types_allow_is_served_or_refused_by_its_place(kind, theirs, least, refused):
+    """All values of all fields: taken, or a 400 that names the field, as the document says of it.
+
+    `refused` are the places within served fields. (Parts of messages that are no text are left to the engine.)
+    """
+    taken, faults = set(), []
+    for name, hint in get_type_hints(theirs).items():
+        for value in values(hint):
+            try:
+                schemas.parse(kind, least | {"stream": True, name: value})
+            except ApiError as fault:
+                faults.append((name, fault))
+            else:
+                assert name not in kind.unserved or value in kind.unserved[name]
+                taken |= {name} if value is not None else set()
+    for name, fault in faults:
+        assert (fault.status, re.split(r"[.\[]", fault.param)[0]) == (400, name)
+        assert (fault.code == "unsupported_parameter") == (name in kind.unserved)
+    assert {fault.param for _, fault in faults} - kind.unserved.keys() == refused
+    assert theirs.__annotations__.keys() - taken <= kind.unserved.keys()
 
 
 def test_nothing_asked_nothing_set(http, gateway, engine, kit):
@@ -359,6 +439,8 @@ def test_bad_fields_are_named(http, gateway, engine, kit, path, fields, param):
         ([{"content": "x"}], "messages[0].role"),
         ([{"role": "wizard", "content": "x"}], "messages[0].role"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "assistant"}, {"role": "tool", "tool_call_id": "a", "content": None}], "messages[1].content"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"text": "x"}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]"),

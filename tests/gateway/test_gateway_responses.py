@@ -447,7 +447,7 @@ def test_harmless_fields(http, gateway, engine, fields):
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "missing_required_parameter"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name", "missing_required_parameter"),
-        ({"tool_choice": {"type": "file_search"}}, "tool_choice", "invalid_value"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice.type", "invalid_value"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format", "invalid_value"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "invalid_value"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "invalid_value"),
