@@ -83,25 +83,22 @@ class Edge:
                 raise
             await going_down().response()(scope, receive, send_labelled)
         finally:
-            path = getattr(scope.get("route"), "path", "other")
-            told = CLIENT_GONE if state.get("client_gone") else status
-            self._metrics.requests.labels(scope["method"], path, str(told)).inc()
-            passed = time.monotonic() - arrival
-            self._metrics.seconds.labels(path).observe(passed)
-            if span is not None:
-                end_span(span, path, told, state)
-            if self._access_log:
-                # The path is quoted as the wire had it, so that it cannot end the line.
-                wire = scope["raw_path"].decode("ascii", "backslashreplace")
-                fields = about(
-                    x_request_id=label,
-                    request_id=state.get("engine_id"),
-                    method=scope["method"],
-                    path=wire,
-                    status=told,
-                    seconds=passed,
-                )
-                access.info("%s %s %d %.3fs %s", scope["method"], wire, told, passed, label, extra=fields)
+            self._ended(scope, CLIENT_GONE if state.get("client_gone") else status, span)
+
+    def _ended(self, scope: Scope, status: int, span: Any) -> None:
+        """Counts a request, ends its span, and writes its line."""
+        state, path = scope["state"], getattr(scope.get("route"), "path", "other")
+        passed = time.monotonic() - state["arrival"]
+        self._metrics.requests.labels(scope["method"], path, str(status)).inc()
+        self._metrics.seconds.labels(path).observe(passed)
+        if span is not None:
+            end_span(span, path, status, state)
+        if self._access_log:
+            # The path is quoted as the wire had it, so that it cannot end the line.
+            line = {"method": scope["method"], "path": scope["raw_path"].decode("ascii", "backslashreplace")}
+            line |= {"status": status, "seconds": passed, "x_request_id": state["request_id"]}
+            extra = about(**line, request_id=state.get("engine_id"))
+            access.info("%s %s %d %.3fs %s", *line.values(), extra=extra)
 
     def _refusal(self, scope: Scope, headers: Headers, key: Key | None) -> ApiError | None:
         if self._keys.open:
