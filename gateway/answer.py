@@ -107,10 +107,8 @@ class Answer:
             match event.WhichOneof("event"):
                 case "delta":
                     delta = event.delta
-                    if delta.text or delta.reasoning or delta.tool_calls:
-                        self.first_text_at = self.first_text_at or time.monotonic()
-                    elif not delta.logprobs:
-                        continue
+                    if self.first_text_at is None and (delta.text or delta.reasoning or delta.tool_calls):
+                        self.first_text_at = time.monotonic()
                     return first + delta.index, delta
                 case "prompt_logprobs":
                     return first, event.prompt_logprobs

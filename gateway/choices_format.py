@@ -134,10 +134,17 @@ class ChoicesFormat(ABC):
         """What is sent as soon as the request is accepted."""
 
     def delta(self, index: int, delta: pb.Delta) -> bytes:
-        """A chunk."""
+        """A chunk; b"" where a delta says nothing."""
         if delta.reasoning or delta.tool_calls or delta.logprobs:
             return self._chunk(self._choice(index, delta))
-        return self._piece(index, delta.text)
+        if not (text := delta.text):
+            return b""
+        if index not in self._halves:
+            # The first place where it stands is the text: nothing that a caller chose comes before the choices.
+            before, _, after = self._chunk(self._choice(index, pb.Delta(text=HOLE))).decode().partition(f'"{HOLE}"')
+            self._halves[index] = before, after
+        before, after = self._halves[index]
+        return f"{before}{quote(text)}{after}".encode()
 
     def prompt(self, indexes: range, logprobs: Logprobs) -> Iterable[bytes]:
         """The next logprobs of the prompt of these choices, where they are told in streams."""
@@ -184,14 +191,6 @@ class ChoicesFormat(ABC):
             if index:
                 yield ","
             yield from self._whole_choice(index, self._said[index])
-
-    def _piece(self, index: int, text: str) -> bytes:
-        if index not in self._halves:
-            # The first place where it stands is the text: nothing that a caller chose comes before the choices.
-            before, _, after = self._chunk(self._choice(index, pb.Delta(text=HOLE))).decode().partition(f'"{HOLE}"')
-            self._halves[index] = before, after
-        before, after = self._halves[index]
-        return f"{before}{quote(text)}{after}".encode()
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         return event({"object": self.streamed_object, "choices": [choice]} | self._head | self._tail)

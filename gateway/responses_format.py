@@ -144,7 +144,8 @@ class ResponsesFormat:
 
     def _delta(self, delta: pb.Delta) -> str:
         text, reasoning = delta.text, delta.reasoning
-        self._tokens.add(delta.logprobs)
+        if delta.logprobs:
+            self._tokens.add(delta.logprobs)
         events = self._say(REASONING, reasoning) if reasoning else ""
         if text:
             events += self._say(MESSAGE, text, logprobs=self._tokens.next(text))

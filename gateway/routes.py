@@ -176,13 +176,13 @@ class Routes:
         size = 0
         try:
             while (told := await answer.next()) is not None:
-                match told:
-                    case index, pb.Delta() as delta:
-                        size += shape.keep(index, delta)
-                    case index, pb.Finished() as finished:
-                        shape.keep_ending(index, finished)
-                    case first, pb.PromptLogprobs(tokens=tokens):
-                        size += shape.keep_prompt(range(first, first + answer.n), tokens)
+                index, event = told
+                if isinstance(event, pb.Delta):
+                    size += shape.keep(index, event)
+                elif isinstance(event, pb.Finished):
+                    shape.keep_ending(index, event)
+                else:
+                    size += shape.keep_prompt(range(index, index + answer.n), event.tokens)
                 if size > MAX_ANSWER:
                     text = f"The answer is larger than {MAX_ANSWER >> 20} MiB: ask for less at a time, or for a stream."
                     raise ApiError(400, text, code="answer_too_large")
@@ -198,15 +198,16 @@ class Routes:
             for chunk in shape.opening():
                 await write(chunk)
             while (told := await answer.next()) is not None:
-                match told:
-                    case index, pb.Delta() as delta:
-                        await write(shape.delta(index, delta))
-                    case index, pb.Finished() as finished:
-                        await write(shape.ending(index, finished))
-                    case first, pb.PromptLogprobs(tokens=tokens):
-                        for chunk in shape.prompt(range(first, first + answer.n), tokens):
-                            await write(chunk)
-                            await asyncio.sleep(0)  # a socket with room makes nobody wait
+                index, event = told
+                if isinstance(event, pb.Delta):
+                    if chunk := shape.delta(index, event):
+                        await write(chunk)
+                elif isinstance(event, pb.Finished):
+                    await write(shape.ending(index, event))
+                else:
+                    for chunk in shape.prompt(range(index, index + answer.n), event.tokens):
+                        await write(chunk)
+                        await asyncio.sleep(0)  # a socket with room makes nobody wait
             return shape.closing(answer.counts)
         except grpc.aio.AioRpcError as error:
             return self._failed(shape, from_rpc(error, names, request.state.request_id))
