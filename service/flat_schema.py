@@ -6,6 +6,7 @@ of their places: (schema, pointer).
 Knows no references and no combinations of schemas: they have been taken apart before (`service.json_schema`).
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -48,10 +49,6 @@ class SchemaError(Exception):
         self.pointer = pointer
 
 
-class NothingFits(SchemaError):
-    """The node accepts no value."""
-
-
 def complement(flat: Flat, pointer: str) -> list[Flat]:  # noqa: PLR0912
     """What breaks one of the node's assertions."""
     broken: list[Flat] = []
@@ -89,19 +86,16 @@ def without(name: str, pointer: str) -> Flat:
     return {"type": frozenset({"object"}), "properties": {name: (False, pointer)}}
 
 
-def excluding(types: Iterable[str], excluded: list[Any], pointer: str) -> tuple[frozenset[str], list[Any]]:
+def excluding(types: set[str], excluded: list[Any], pointer: str) -> tuple[set[str], list[Any]]:
     """The types that are left without these values, and the values of those that have few."""
-    left = set(types or TYPES - {"integer"})
+    left = types or TYPES - {"integer"}
     values: list[Any] = []
     for kind in {kind_of(value) for value in excluded} & left:
         if kind not in ("boolean", "null"):
             raise SchemaError(pointer, f"all of type {kind} but some values are not served")
-        left.discard(kind)
-        every = [None] if kind == "null" else [False, True]
-        values += [value for value in every if not any(equal(value, one) for one in excluded)]
-    if not left and not values:
-        raise NothingFits(pointer, "it accepts no value")
-    return frozenset(left), values
+        left -= {kind}
+        values += among([None] if kind == "null" else [False, True], excluded, inside=False)
+    return left, values
 
 
 def escaped(name: str) -> str:
@@ -125,10 +119,11 @@ def located(flat: Flat, pointer: str) -> Flat:
 
 
 def kinds(flat: Flat) -> set[str]:
-    """The types that a flat node allows, as it is written here."""
+    """The types that a flat node speaks of; none where it says nothing."""
     if "enum" in flat:
         return {kind_of(value) for value in flat["enum"]}
-    return set(flat.get("type") or {kind for kind, words in OF_TYPE.items() if any(word in flat for word in words)})
+    spoken = {kind for kind, words in OF_TYPE.items() if kind != "integer" and any(word in flat for word in words)}
+    return set(flat.get("type") or spoken)
 
 
 def merged(one: Flat, two: Flat, pointer: str, *, resolve: bool = True) -> Flat | None:  # noqa: PLR0912
@@ -147,7 +142,7 @@ def merged(one: Flat, two: Flat, pointer: str, *, resolve: bool = True) -> Flat 
                 return None
             out["type"] = frozenset(types)
         elif keyword == "enum":
-            out["enum"] = [left for left in out["enum"] if any(equal(left, right) for right in value)]
+            out["enum"] = among(out["enum"], value)
         elif keyword in LOWER:
             out[keyword] = max(out[keyword], value)
         elif keyword in UPPER:
@@ -169,15 +164,11 @@ def merged(one: Flat, two: Flat, pointer: str, *, resolve: bool = True) -> Flat 
     if "enum" in out and "type" in out:
         out["enum"] = [value for value in out["enum"] if _is_of(value, out["type"])]
     if "enum" in out and "excluded" in out:
-        excluded = out.pop("excluded")
-        out["enum"] = [value for value in out["enum"] if not any(equal(value, one) for one in excluded)]
+        out["enum"] = among(out["enum"], out.pop("excluded"), inside=False)
     if "enum" in out and not out["enum"]:
         return None
-    if ("prefixItems" in one) != ("prefixItems" in two) and "items" in one and "items" in two and resolve:
-        raise SchemaError(pointer, "items and prefixItems of several schemas at once are not served")
-    if ("prefixItems" in one and "items" in two and "items" not in one and "prefixItems" not in two) or (
-        "prefixItems" in two and "items" in one and "items" not in two and "prefixItems" not in one
-    ):
+    plain = two if "prefixItems" in one else one  # which has none, if not both have
+    if resolve and ("prefixItems" in one) != ("prefixItems" in two) and "items" in plain:
         raise SchemaError(pointer, "items and prefixItems of several schemas at once are not served")
     return _with_properties(out, one, two, pointer)
 
@@ -216,11 +207,13 @@ def both(left: tuple[Any, str], right: tuple[Any, str]) -> tuple[Any, str]:
     return {"allOf": [left[0], right[0]]}, right[1]
 
 
-def keeps_bounds(value: Any, flat: Flat) -> bool:
-    """Whether a value keeps to what a flat node says of its type and size, and to its pattern."""
+def holds(value: Any, flat: Flat) -> bool:
+    """Whether a value is what a flat node says, but for its parts."""
+    if "enum" in flat and not among([value], flat["enum"]):
+        return False
     if "type" in flat and not _is_of(value, flat["type"]):
         return False
-    if "fractional" in flat and _is_of(value, ("integer",)):
+    if among([value], flat.get("excluded", ())) or ("fractional" in flat and _is_of(value, ("integer",))):
         return False
     size = len(value) if isinstance(value, str | list | dict) else value
     judges: dict[str, Callable[[Any], bool]] = {
@@ -244,53 +237,31 @@ def plain_numbers(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value == int(value) else value
 
 
-def is_in(value: Any, flat: Flat) -> bool:
-    """Whether a value is one of those that a flat node lists, and none that it excludes."""
-    listed = "enum" not in flat or any(equal(value, one) for one in flat["enum"])
-    return listed and not any(equal(value, one) for one in flat.get("excluded", ()))
-
-
-def number_bounds(own: Flat, kind: str, pointer: str) -> dict[str, Any]:
-    """The bounds of a number in one form; or an enum, where multipleOf leaves few; or the type integer."""
-    if not own or kind not in ("integer", "number"):
-        return {}
+def number_bounds(own: Flat, kind: str, pointer: str) -> dict[str, Any] | None:
+    """The bounds of a number in one form; or an enum, where multipleOf leaves few. None: no number keeps to them."""
     low = max(own.get("minimum", -math.inf), own.get("exclusiveMinimum", -math.inf))
     high = min(own.get("maximum", math.inf), own.get("exclusiveMaximum", math.inf))
     open_low, open_high = own.get("exclusiveMinimum") == low, own.get("exclusiveMaximum") == high
     if low > high or (low == high and (open_low or open_high)):
-        raise NothingFits(pointer, "it accepts no value")
-    step = own.get("multipleOf", 1)
-    if "multipleOf" in own and (kind, step) != ("integer", 1):
-        if step == 1:
-            return number_bounds({word: own[word] for word in own if word != "multipleOf"}, "integer", pointer) | {
-                "type": "integer"
-            }
-        return {"enum": _multiples(own, kind, low, high, pointer)}
-    if kind == "integer":
-        bounds = {}
+        return None
+    step = own.get("multipleOf", 1 if kind == "integer" else None)
+    if step is None:
+        made = {} if low == -math.inf else {"exclusiveMinimum" if open_low else "minimum": low}
+        return made if high == math.inf else made | {"exclusiveMaximum" if open_high else "maximum": high}
+    if step == 1:
+        whole: dict[str, Any] = {"type": "integer"}
         if low != -math.inf:
-            bounds["minimum"] = math.floor(low) + 1 if open_low else math.ceil(low)
+            whole["minimum"] = math.floor(low) + 1 if open_low else math.ceil(low)
         if high != math.inf:
-            bounds["maximum"] = math.ceil(high) - 1 if open_high else math.floor(high)
-        if bounds.get("minimum", -math.inf) > bounds.get("maximum", math.inf):
-            raise NothingFits(pointer, "it accepts no value")
-        return bounds
-    made = {} if low == -math.inf else {"exclusiveMinimum" if open_low else "minimum": low}
-    return made if high == math.inf else made | {"exclusiveMaximum" if open_high else "maximum": high}
-
-
-def _multiples(own: Flat, kind: str, low: float, high: float, pointer: str) -> list[float]:
-    """The multiples between the bounds, if they are few."""
-    step = own["multipleOf"]
+            whole["maximum"] = math.ceil(high) - 1 if open_high else math.floor(high)
+        return whole if whole.get("minimum", -math.inf) <= whole.get("maximum", math.inf) else None
     if not (math.isfinite(low) and math.isfinite(high) and (high - low) / step <= MAX_MULTIPLES):
         raise SchemaError(f"{pointer}/multipleOf", f"only served where bounds leave at most {MAX_MULTIPLES} values")
     if step != int(step):
         raise SchemaError(f"{pointer}/multipleOf", "only served for whole numbers")
     numbers = range(math.ceil(low / step) * int(step), math.floor(high) + 1, int(step))
     chosen = [n for n in numbers if own.get("exclusiveMinimum", n - 1) < n < own.get("exclusiveMaximum", n + 1)]
-    if not chosen:
-        raise NothingFits(pointer, "it accepts no value")
-    return [*chosen]
+    return {"enum": chosen} if chosen else None
 
 
 def kind_of(value: Any) -> str:
@@ -308,12 +279,11 @@ def _is_of(value: Any, types: Iterable[str]) -> bool:
     return kind_of(value) in types or (whole and "integer" in types)
 
 
-def equal(left: Any, right: Any) -> bool:
-    """JSON's equality: 1 is 1.0 but not true."""
-    if kind_of(left) != kind_of(right):
-        return False
-    if isinstance(left, list):
-        return len(left) == len(right) and all(equal(a, b) for a, b in zip(left, right, strict=True))
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(equal(left[name], right[name]) for name in left)
-    return bool(left == right)
+def among(values: Iterable[Any], others: Iterable[Any], *, inside: bool = True) -> list[Any]:
+    """Those of the values that are among the others, or are not. By JSON's equality: 1 is 1.0 but not true."""
+
+    def canonical(value: Any) -> str:
+        return json.dumps(plain_numbers(value), sort_keys=True)
+
+    known = set(map(canonical, others))
+    return [value for value in values if (canonical(value) in known) is inside]

@@ -12,9 +12,11 @@ Knows neither grammars nor tokens.
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, Literal, TypeAlias
 from urllib.parse import unquote
 
 from service.flat_schema import (
@@ -25,15 +27,13 @@ from service.flat_schema import (
     TYPES,
     UPPER,
     Flat,
-    NothingFits,
     SchemaError,
+    among,
     both,
     complement,
-    equal,
     escaped,
     excluding,
-    is_in,
-    keeps_bounds,
+    holds,
     kinds,
     located,
     merged,
@@ -48,12 +48,24 @@ MAX_NODES = 20_000
 MAX_ALTERNATIVES = 128
 
 # Assertions that cannot be expressed, and the values with which they assert nothing.
-REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(
+REFUSED: dict[str, tuple[Any, ...]] = dict.fromkeys(
     (
         "contains", "minContains", "maxContains", "divisibleBy", "$dynamicRef", "$recursiveRef", "disallow", "extends",
     ),
     (),
 ) | {"uniqueItems": (False,), "unevaluatedProperties": (True, {}), "unevaluatedItems": (True, {})}  # fmt: skip
+
+# What the values of assertions must be; none is a boolean.
+_FORMS: dict[str, tuple[Any, str]] = {
+    "enum": (list, "a list"),
+    "required": (list, "a list of strings"),
+    "prefixItems": (list, "a list"),
+    "properties": (dict, "an object"),
+    "patternProperties": (dict, "an object"),
+    "pattern": (str, "a string"),
+    "format": (str, "a string"),
+    **dict.fromkeys((*LOWER, *UPPER, "multipleOf"), (int | float, "a number")),
+}
 
 _APPLICATORS = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "propertyNames")
 _DEPENDENT = ("dependentRequired", "dependentSchemas", "dependencies")
@@ -91,6 +103,9 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+Node: TypeAlias = dict[str, Any] | Literal[False]
+
+
 class _Rewriter:
     """Works on one schema."""
 
@@ -102,6 +117,7 @@ class _Rewriter:
         self._id = "id" if isinstance(dialect, str) and re.search(r"draft-0[34]", dialect) else "$id"
         self._names: dict[str, str] = {}  # of definitions, by the pointer of what they define
         self._nodes = 0
+        self._why = SchemaError("", "")  # the latest reason why a node accepts no value
 
     def rewritten(self) -> Any:
         schema = self._node(self._root, "", 0)
@@ -109,13 +125,18 @@ class _Rewriter:
         while todo := [pointer for pointer, name in self._names.items() if name not in done]:
             for pointer in todo:
                 done[self._names[pointer]] = self._node(self._target(pointer, pointer), pointer, 0)
-        for pointer, name in self._names.items():
-            if _reaches_itself(name, done):
-                raise SchemaError(pointer, "the $ref leads back to itself")
+        if schema is False or False in done.values():
+            raise self._why
+        try:
+            direct = {name: [node["$ref"].rpartition("/")[2]] for name, node in done.items() if "$ref" in node}
+            TopologicalSorter(direct).prepare()
+        except CycleError as error:  # a grammar of it would never end
+            pointer = next(pointer for pointer, name in self._names.items() if name in error.args[1])
+            raise SchemaError(pointer, "the $ref leads back to itself") from error
         return {**schema, "$defs": done} if done else schema
 
-    def _node(self, schema: Any, pointer: str, depth: int) -> dict[str, Any]:
-        """A node of the core language."""
+    def _node(self, schema: Any, pointer: str, depth: int) -> Node:
+        """A node of the core language; False: it accepts no value."""
         self._nodes += 1
         if depth > MAX_DEPTH or self._nodes > MAX_NODES:
             limit = f"{MAX_DEPTH} levels" if depth > MAX_DEPTH else f"{MAX_NODES} nodes"
@@ -127,8 +148,12 @@ class _Rewriter:
         self._target(target, f"{pointer}/$ref")
         return {"$ref": f"#/$defs/{self._names.setdefault(target, f'd{len(self._names)}')}"}
 
-    def _placed(self, placed: tuple[Any, str], depth: int) -> dict[str, Any]:
+    def _placed(self, placed: tuple[Any, str], depth: int) -> Node:
         return self._node(*placed, depth + 1)
+
+    def _nothing(self, pointer: str, why: str = "it accepts no value") -> Literal[False]:
+        self._why = SchemaError(pointer, why)
+        return False
 
     def _stands_alone(self, schema: dict[str, Any]) -> bool:
         further = ("const", *_APPLICATORS, *_DEPENDENT)
@@ -232,104 +257,85 @@ class _Rewriter:
                 )
         return found
 
-    def _flat(self, schema: dict[str, Any], pointer: str) -> Flat:  # noqa: PLR0912
+    def _flat(self, schema: dict[str, Any], pointer: str) -> Flat:
         """The node's own assertions, each checked for its form."""
-        flat: Flat = {key: value for key, value in schema.items() if key in ASSERTIONS}
-        if "type" in schema:
-            types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-            if not types or not all(isinstance(one, str) and one in TYPES for one in types):
-                raise SchemaError(f"{pointer}/type", f"must be of {', '.join(sorted(TYPES))}")
-            flat["type"] = frozenset(types)
-        if "enum" in schema and not isinstance(schema["enum"], list):
-            raise SchemaError(f"{pointer}/enum", "must be a list")
-        step = flat.get("multipleOf", 1)
-        if isinstance(step, bool) or not isinstance(step, int | float) or step <= 0:
-            raise SchemaError(f"{pointer}/multipleOf", "must be a number above 0")
-        if "const" in schema:
-            flat["enum"] = [one for one in flat.get("enum", [schema["const"]]) if equal(one, schema["const"])]
-        for keyword in (*LOWER, *UPPER):
-            value = schema.get(keyword, 0)
-            if isinstance(value, bool) and keyword.startswith("exclusive"):  # as draft 4 spells it
-                bound = keyword.removeprefix("exclusive").lower()
-                del flat[keyword]
-                if value and bound in flat:
-                    flat[keyword] = flat.pop(bound)
-            elif isinstance(value, bool) or not isinstance(value, int | float):
-                raise SchemaError(f"{pointer}/{keyword}", "must be a number")
-            elif keyword in COUNTS and keyword in flat:
+        flat = _latest(schema)
+        for keyword, value in flat.items():
+            kind, form = _FORMS.get(keyword, (object, ""))
+            if not isinstance(value, kind) or (form and isinstance(value, bool)):
+                raise SchemaError(f"{pointer}/{keyword}", f"must be {form}")
+            if keyword in COUNTS:
                 if value < 0 or value != int(value):
                     raise SchemaError(f"{pointer}/{keyword}", "must be a whole number, at least 0")
                 flat[keyword] = int(value)
-        for keyword, kind in (("properties", dict), ("patternProperties", dict), ("pattern", str), ("format", str)):
-            if not isinstance(schema.get(keyword, kind()), kind):
-                raise SchemaError(f"{pointer}/{keyword}", f"must be {'an object' if kind is dict else 'a string'}")
-        required = schema.get("required", [])
-        if isinstance(required, bool):  # draft 3, and a common slip since
-            del flat["required"]
-        elif not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        if flat.get("multipleOf", 1) <= 0:
+            raise SchemaError(f"{pointer}/multipleOf", "must be a number above 0")
+        if not all(isinstance(name, str) for name in flat.get("required", ())):
             raise SchemaError(f"{pointer}/required", "must be a list of strings")
-        if isinstance(schema.get("items"), list):  # as prefixItems was spelt up to 2019-09
-            flat["prefixItems"] = flat.pop("items")
-            flat["items"] = schema.get("additionalItems", True)
-        if not isinstance(flat.get("prefixItems", []), list):
-            raise SchemaError(f"{pointer}/prefixItems", "must be a list")
+        if "type" in flat:
+            types = flat["type"] if isinstance(flat["type"], list) else [flat["type"]]
+            if not types or not all(isinstance(one, str) and one in TYPES for one in types):
+                raise SchemaError(f"{pointer}/type", f"must be of {', '.join(sorted(TYPES))}")
+            flat["type"] = frozenset(types)
+        if "const" in schema:
+            flat["enum"] = among(flat.get("enum", [schema["const"]]), [schema["const"]])
         # The paths of sub-schemas are needed when they are rewritten, which may be in another place.
         return located(flat, pointer)
 
     # From flat nodes to the core language.
 
-    def _any_of(self, flats: list[Flat], pointer: str, depth: int) -> dict[str, Any]:
+    def _any_of(self, flats: list[Flat], pointer: str, depth: int) -> Node:
         nodes: list[dict[str, Any]] = []
         for flat in flats:
-            try:
-                nodes += [node for node in self._nodes_of(flat, pointer, depth) if node not in nodes]
-            except NothingFits:
-                if len(flats) == 1:
-                    raise
+            nodes += [node for node in self._nodes_of(flat, pointer, depth) if node not in nodes]
         if not nodes:
-            raise NothingFits(pointer, "it accepts no value")
+            return self._nothing(pointer) if len(flats) != 1 else False
         return nodes[0] if len(nodes) == 1 else {"anyOf": nodes}
 
     def _nodes_of(self, flat: Flat, pointer: str, depth: int) -> list[dict[str, Any]]:
-        """One node for each type."""
+        """One node for each type that has values."""
         if "enum" in flat:
-            values = [value for value in flat["enum"] if self._fits(value, flat)]
-            if not values:
-                raise NothingFits(f"{pointer}/enum", "it accepts no value")
-            return [{"enum": plain_numbers(values)}]
-        types = flat.get("type") or {
-            kind for kind, keywords in OF_TYPE.items() if kind != "integer" and any(word in flat for word in keywords)
-        }
+            rest = {keyword: value for keyword, value in flat.items() if keyword != "enum"}
+            values = [value for value in flat["enum"] if self._fits(value, rest)] or self._nothing(f"{pointer}/enum")
+            return [{"enum": plain_numbers(values)}] if values else []
+        types = kinds(flat)
+        nodes: list[dict[str, Any]] = []
         if "excluded" in flat:
-            types, excluded = excluding(types, flat["excluded"], pointer)
-            if excluded:
-                return [{"enum": excluded}, *(self._nodes_of({"type": types}, pointer, depth) if types else ())]
+            types, values = excluding(types, flat["excluded"], pointer)
+            nodes = [{"enum": values}] if values else []
+            if not types:
+                self._nothing(pointer)
+                return nodes
         if not types:
             return [{}]
         if "number" in types:
             if "fractional" in flat:
                 raise SchemaError(pointer, "numbers that are no integers cannot be told apart")
-            types = types - {"integer"}
-        makers: dict[str, Callable[[Flat, str, int], dict[str, Any]]] = {
-            "object": self._object,
-            "array": self._array,
-            "string": self._string,
-        }
-        nodes = []
+            types -= {"integer"}
         for kind in sorted(types):
-            own = {word: flat[word] for word in OF_TYPE.get(kind, ()) if word in flat}
-            try:
-                made = makers[kind](own, pointer, depth) if kind in makers else number_bounds(own, kind, pointer)
-            except NothingFits:
-                if len(types) == 1:
-                    raise
-                continue
-            nodes.append(made if "enum" in made else {"type": kind} | made)
+            made = self._typed(kind, flat, pointer, depth)
+            if made is not False:
+                nodes.append(made if "enum" in made else {"type": kind} | made)
         return nodes
+
+    def _typed(self, kind: str, flat: Flat, pointer: str, depth: int) -> Node:
+        """What a node says of values of one type."""
+        own = {word: flat[word] for word in OF_TYPE.get(kind, ()) if word in flat}
+        match kind:
+            case "object":
+                return self._object(own, pointer, depth)
+            case "array":
+                return self._array(own, pointer, depth)
+            case "string":
+                return self._string(own, pointer)
+            case "integer" | "number":
+                bounds = number_bounds(own, kind, pointer)
+                return self._nothing(pointer) if bounds is None else bounds
+        return {}
 
     def _fits(self, value: Any, flat: Flat) -> bool:
         """Whether a value of an enum keeps to the assertions beside it."""
-        if not keeps_bounds(value, flat):
+        if not holds(value, flat):
             return False
         parts: list[tuple[Any, tuple[Any, str]]] = []
         if isinstance(value, dict):
@@ -342,106 +348,89 @@ class _Rewriter:
         elif isinstance(value, list):
             prefix, further = flat.get("prefixItems", []), flat.get("items", (True, ""))
             parts += [(part, prefix[n] if n < len(prefix) else further) for n, part in enumerate(value)]
-        return all(
-            any(self._fits(part, one) and is_in(part, one) for one in self._alternatives(*placed, ()))
-            for part, placed in parts
-        )
+        return all(any(self._fits(part, one) for one in self._alternatives(*placed, ())) for part, placed in parts)
 
-    def _object(self, own: Flat, pointer: str, depth: int) -> dict[str, Any]:
+    def _object(self, own: Flat, pointer: str, depth: int) -> Node:
         own = _widened(own, pointer)
-        further = self._further(own, pointer, depth)
+        further = self._placed(own.get("additionalProperties", (True, pointer)), depth)
         required = list(dict.fromkeys(own.get("required", ())))
         patterns = own.get("patternProperties", {})
         properties: dict[str, Any] = {}
         forbidden: list[str] = []
-        for name, (schema, at) in own.get("properties", {}).items():
-            try:
-                properties[name] = self._node(schema, at, depth + 1)
-            except NothingFits:
-                if name in required:
-                    raise
+        for name, placed in own.get("properties", {}).items():
+            node = self._placed(placed, depth)
+            if node is not False:
+                properties[name] = node
+            elif name in required:
+                return False
+            else:
                 forbidden.append(name)
         for name in required:
             if name not in properties:
                 if patterns:
                     raise SchemaError(f"{pointer}/required", f"{name!r:.80} is not among the properties")
-                if further is None:
-                    raise NothingFits(f"{pointer}/required", f"{name!r:.80} is required but not allowed")
+                if further is False:
+                    return self._nothing(f"{pointer}/required", f"{name!r:.80} is required but not allowed")
                 properties[name] = further
         made: dict[str, Any] = {"properties": properties} if properties else {}
-        if patterns or (forbidden and further is not None):
-            made["patternProperties"] = self._named(patterns, [*properties, *forbidden], further, pointer, depth)
-            further = None
+        if patterns or (forbidden and further is not False):
+            made["patternProperties"] = self._patterns(patterns, [*properties, *forbidden], further, pointer, depth)
+            further = False
         if required:
             made["required"] = required
-        made["additionalProperties"] = False if further is None else further or True
-        return made | _property_counts(own, made, pointer)
+        made["additionalProperties"] = further or further is not False
+        counts = _property_counts(own, made, pointer)
+        return self._nothing(f"{pointer}/maxProperties") if counts is None else made | counts
 
-    def _further(self, own: Flat, pointer: str, depth: int) -> dict[str, Any] | None:
-        """What properties are that no name or pattern is given for; None: there are none."""
-        placed = own.get("additionalProperties", (True, pointer))
-        try:
-            return None if placed[0] is False else self._placed(placed, depth)
-        except NothingFits:
-            return None
-
-    def _named(
-        self, patterns: dict[str, Any], names: list[str], further: dict[str, Any] | None, pointer: str, depth: int
+    def _patterns(
+        self, patterns: dict[str, Any], names: list[str], further: Node, pointer: str, depth: int
     ) -> dict[str, Any]:
-        """patternProperties, of all names but the given; `further` is a pattern too here, of all that others leave."""
+        """patternProperties, of all names but the given; `further` is a pattern too here, of all that others leave.
+
+        Of several patterns none may match a name that another does, which shows where they begin differently.
+        """
         at = f"{pointer}/patternProperties"
         if any(re.search(pattern, name) for pattern in patterns for name in names):
             raise SchemaError(at, "a property's name matches the pattern")
-        made = self._patterns(patterns, pointer, depth)
-        if further is not None:
-            made[_others(names, [_prefix(pattern, pointer) for pattern in patterns], at)] = further
-        return made
-
-    def _patterns(self, patterns: dict[str, Any], pointer: str, depth: int) -> dict[str, Any]:
-        """Of several patterns none may match a name that another does, which shows where they begin differently."""
-        at = f"{pointer}/patternProperties"
         if len(patterns) > 1:
-            prefixes = sorted(_prefix(pattern, pointer) for pattern in patterns)
+            prefixes = sorted(_prefix(pattern, at) for pattern in patterns)
             if any(after.startswith(before) for before, after in pairwise(prefixes)):
                 raise SchemaError(at, "a name might match several of its patterns")
-        return {
-            _anchored(pattern, at): self._node(schema, place, depth + 1)
-            for pattern, (schema, place) in patterns.items()
-        }
+        with _at(at):
+            nodes = {anchored(pattern): self._placed(placed, depth) for pattern, placed in patterns.items()}
+            made = {pattern: node for pattern, node in nodes.items() if node is not False}
+            if further is not False:
+                made[f"^{others(names, [_prefix(pattern, at) for pattern in patterns])}$"] = further
+        return made
 
-    def _array(self, own: Flat, pointer: str, depth: int) -> dict[str, Any]:
-        prefix = [self._placed(entry, depth) for entry in own.get("prefixItems", ())]
+    def _array(self, own: Flat, pointer: str, depth: int) -> Node:
+        prefix = [self._placed(placed, depth) for placed in own.get("prefixItems", ())]
+        if False in prefix:
+            return False
         low, high = own.get("minItems", 0), own.get("maxItems")
         made: dict[str, Any] = {"prefixItems": prefix} if prefix else {}
-        items = own.get("items", (True, pointer))
-        try:
-            made["items"] = False if items[0] is False else self._placed(items, depth) or True
-        except NothingFits:
-            made["items"] = False
-        if made["items"] is False:
+        items = self._placed(own.get("items", (True, pointer)), depth)
+        if items is False:
             high = len(prefix) if high is None else min(high, len(prefix))
-            if not prefix:
-                made["items"] = True
+        made["items"] = items or (items is not False or not prefix)
         if high is not None:
             if high < low:
-                raise NothingFits(f"{pointer}/maxItems", "it accepts no value")
+                return self._nothing(f"{pointer}/maxItems")
             made["maxItems"] = high
         if low:
             made["minItems"] = low
         return made
 
-    def _string(self, own: Flat, pointer: str, depth: int) -> dict[str, Any]:
+    def _string(self, own: Flat, pointer: str) -> Node:
         low, high = own.get("minLength", 0), own.get("maxLength")
         lengths = {"minLength": low} if low else {}
         if high is not None:
             if high < low:
-                raise NothingFits(f"{pointer}/maxLength", "it accepts no value")
+                return self._nothing(f"{pointer}/maxLength")
             lengths["maxLength"] = high
         if "pattern" in own:
-            try:
+            with _at(f"{pointer}/pattern"):
                 return {"pattern": bounded(own["pattern"], low, high) if lengths else anchored(own["pattern"])}
-            except PatternError as error:
-                raise SchemaError(f"{pointer}/pattern", str(error)) from error
         if lengths or "format" not in own:
             return lengths
         return {"format": own["format"]}  # an annotation: it may give way to the others
@@ -451,9 +440,7 @@ class _Rewriter:
     def _check(self, schema: dict[str, Any], pointer: str) -> None:
         """Refuses keywords by name."""
         for keyword, harmless in REFUSED.items():
-            if keyword in schema and not any(
-                type(one) is type(schema[keyword]) and one == schema[keyword] for one in harmless
-            ):
+            if keyword in schema and not among([schema[keyword]], harmless):
                 raise SchemaError(f"{pointer}/{keyword}", f"{keyword} is not served")
         if pointer and isinstance(base := schema.get(self._id), str) and not base.startswith("#") and _has_ref(schema):
             raise SchemaError(f"{pointer}/{self._id}", "a $ref beneath another $id is not served")
@@ -506,8 +493,33 @@ class _Rewriter:
         return False
 
 
-def _property_counts(own: Flat, made: dict[str, Any], pointer: str) -> dict[str, int]:
-    """minProperties and maxProperties, where they say more than the rest does."""
+def _latest(schema: dict[str, Any]) -> Flat:
+    """The node's own assertions, as the latest draft spells them."""
+    flat = {key: value for key, value in schema.items() if key in ASSERTIONS}
+    if isinstance(flat.get("items"), list):  # up to 2019-09
+        flat["prefixItems"] = flat.pop("items")
+        flat["items"] = schema.get("additionalItems", True)
+    if isinstance(flat.get("required"), bool):  # draft 3, and a common slip since
+        del flat["required"]
+    for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+        if isinstance(flat.get(keyword), bool):  # draft 4
+            bound = keyword.removeprefix("exclusive").lower()
+            if flat.pop(keyword) and bound in flat:
+                flat[keyword] = flat.pop(bound)
+    return flat
+
+
+@contextmanager
+def _at(pointer: str) -> Iterator[None]:
+    """Says of a pattern that cannot be expressed where it is."""
+    try:
+        yield
+    except PatternError as error:
+        raise SchemaError(pointer, str(error)) from error
+
+
+def _property_counts(own: Flat, made: dict[str, Any], pointer: str) -> dict[str, int] | None:
+    """minProperties and maxProperties, where they say more than the rest does; None: no object has so many."""
     counts = {}
     least, listed = len(made.get("required", ())), made["additionalProperties"] is False
     listed = listed and "patternProperties" not in made
@@ -519,7 +531,7 @@ def _property_counts(own: Flat, made: dict[str, Any], pointer: str) -> dict[str,
         counts["minProperties"] = low
     if high is not None:
         if high < max(low, least):
-            raise NothingFits(f"{pointer}/maxProperties", "it accepts no value")
+            return None
         if not listed or high < len(made.get("properties", ())):
             counts["maxProperties"] = high
     return counts
@@ -539,47 +551,15 @@ def _widened(own: Flat, pointer: str) -> Flat:
     return rest | {"properties": properties, "additionalProperties": schema}
 
 
-def _prefix(pattern: str, pointer: str) -> str:
+def _prefix(pattern: str, at: str) -> str:
     """The text that all names begin with that a pattern of the form ^text matches, and no others."""
     match = re.fullmatch(r"\^((?:[\w-]|\\[-.$/])+)(?:\.\*\$?)?", pattern, re.ASCII)
     if match is None:
-        form = "only patterns like ^text are served beside further properties or other patterns"
-        raise SchemaError(f"{pointer}/patternProperties", form)
+        raise SchemaError(at, "only patterns like ^text are served beside further properties or other patterns")
     return match[1].replace("\\", "")
-
-
-def _others(names: Iterable[str], prefixes: Iterable[str], at: str) -> str:
-    """A pattern of the names that are none of these and begin with none of the prefixes."""
-    try:
-        return f"^{others(names, prefixes)}$"
-    except PatternError as error:
-        raise SchemaError(at, str(error)) from error
-
-
-def _anchored(pattern: str, at: str) -> str:
-    try:
-        return anchored(pattern)
-    except PatternError as error:
-        raise SchemaError(at, str(error)) from error
 
 
 def _has_ref(schema: Any) -> bool:
     if isinstance(schema, dict):
         return isinstance(schema.get("$ref"), str) or any(_has_ref(value) for value in schema.values())
     return isinstance(schema, list) and any(_has_ref(value) for value in schema)
-
-
-def _reaches_itself(name: str, definitions: dict[str, Any]) -> bool:
-    """Whether a definition leads to itself with nothing between: a grammar of it would never end."""
-    todo, seen = [definitions[name]], set()
-    while todo:
-        node = todo.pop()
-        todo += node.get("anyOf", ())
-        if "$ref" in node:
-            target = node["$ref"].removeprefix("#/$defs/")
-            if target == name:
-                return True
-            if target not in seen:
-                seen.add(target)
-                todo.append(definitions[target])
-    return False
