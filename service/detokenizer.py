@@ -11,6 +11,7 @@ import codecs
 import re
 from collections.abc import Iterable, Sequence
 
+from service.parsers.until import partial
 from service.tokenizer import Tokenizer
 
 
@@ -70,20 +71,9 @@ class StopChecker:
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
-        """Takes the stop strings.
-
-        Args:
-            include_stop: leave the matched string in the text.
-
-        Raises:
-            ValueError: an empty stop string.
-        """
-        if not all(stops):
-            raise ValueError("a stop string must not be empty")
-        self._stops = tuple(dict.fromkeys(stops))
-        self._first = frozenset(stop[0] for stop in self._stops)
-        self._may_begin = re.compile(f"[{''.join(map(re.escape, sorted(self._first)))}]").search if stops else None
-        self._longest = max(map(len, self._stops), default=0)
+        """Takes the stop strings, none of them empty. `include_stop` leaves the matched one in the text."""
+        self._stops = stops
+        self._may_begin = re.compile(f"[{re.escape(''.join(stop[0] for stop in stops))}]").search if stops else None
         self._include = include_stop
         self._held = ""
 
@@ -95,9 +85,8 @@ class StopChecker:
         found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
             end, start, stop = min(found)
-            self._held = ""
             return text[: end if self._include else start], stop
-        cut = self._hold_from(text)
+        cut = len(text) - max(partial(text, stop) for stop in self._stops)
         self._held = text[cut:]
         return text[:cut], None
 
@@ -105,15 +94,6 @@ class StopChecker:
         """Returns what was held back: no stop string came of it."""
         text, self._held = self._held, ""
         return text
-
-    def _hold_from(self, text: str) -> int:
-        """Where the longest suffix of `text` begins that is the beginning of a stop string."""
-        for at in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[at] in self._first:
-                suffix = text[at:]
-                if any(stop.startswith(suffix) for stop in self._stops):
-                    return at
-        return len(text)
 
 
 class TextStream:
@@ -128,35 +108,19 @@ class TextStream:
         self.skipped = detokenizer.skipped
         self._stop_checker = stop_checker
         self._unchecked = min_tokens
-        self.stopped = False
 
     def step(self, token_id: int) -> tuple[str, str | None]:
-        """Takes a token; returns the text that may be sent now, and the stop string that ended the text, if one did.
-
-        Raises:
-            ValueError: the text has ended before.
-        """
-        if self.stopped:
-            raise ValueError("the text has ended with a stop string")
+        """Takes a token; returns the text that may be sent, and the stop string that ends it (the last call then)."""
         piece = self._detokenizer.step(token_id)
         if self._unchecked > 0:
             self._unchecked -= 1
             return piece, None
-        return self._checked(piece)
+        return self._stop_checker.step(piece) if piece else ("", None)
 
     def finish(self) -> tuple[str, str | None]:
         """Ends the text from outside (length, end of sequence); returns its rest, as `step` does."""
-        if self.stopped:
-            return "", None
         piece = self._detokenizer.finish()
         if self._unchecked > 0:
             return piece, None
-        text, stop = self._checked(piece)
-        return (text, stop) if stop is not None else (text + self._stop_checker.finish(), None)
-
-    def _checked(self, piece: str) -> tuple[str, str | None]:
-        if not piece:
-            return "", None
         text, stop = self._stop_checker.step(piece)
-        self.stopped = stop is not None
-        return text, stop
+        return (text, stop) if stop is not None else (text + self._stop_checker.finish(), None)

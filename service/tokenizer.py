@@ -198,14 +198,6 @@ class Tokenizer:
                 raise
             raise ValueError(f"the text cannot be tokenized: {error}") from error
 
-    def encode_rendered_chat(self, text: str) -> list[int]:
-        """Tokenizes what a chat template rendered: the template has written BOS already, where the model wants one.
-
-        Raises:
-            ValueError: as `encode`.
-        """
-        return self.encode(text, add_special_tokens=False)
-
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Turns ids into text; ids outside the vocabulary have none."""
         skipped = self.special_ids if skip_special_tokens else frozenset()

@@ -213,11 +213,6 @@ def test_stop_string_never_leaks_and_held_text_is_flushed() -> None:
     assert run_stops(["x<|end", "|>y"], ["<|end|>"], include=True) == (["x", "<|end|>"], "<|end|>")
 
 
-def test_empty_stop_string_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        StopChecker(["a", ""])
-
-
 # ------------------------------------------------------------------------------------------------------------- together
 
 
@@ -231,9 +226,6 @@ def stream_text(
         text, stop = stream.step(number)
         sent += text
         if stop is not None:
-            assert stream.finish() == ("", None)
-            with pytest.raises(ValueError, match="ended"):
-                stream.step(number)
             return sent, stop, taken
     text, stop = stream.finish()
     return sent + text, stop, len(ids)

@@ -128,7 +128,7 @@ def test_smollm2_gguf_equals_the_golden_cases(smollm2: Tokenizer, own_data: Path
     for case in golden["tokenizer_cases"]:
         assert smollm2.encode(case["text"]) == case["ids"], case["text"]
     for prompt in golden["prompts"]:
-        assert smollm2.encode_rendered_chat(prompt["prompt_text"]) == prompt["prompt_ids"]
+        assert smollm2.encode(prompt["prompt_text"], add_special_tokens=False) == prompt["prompt_ids"]
     assert smollm2.vocab_size == 49152
     assert smollm2.special_tokens == {
         "bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<|endoftext|>", "pad_token": "<|im_end|>"
@@ -167,12 +167,12 @@ def test_llama3_gguf_equals_its_tokenizer_json(
     keys = {"eos_token_id": 128009, "bos_token_id": 128000}
     ours = Tokenizer.from_gguf(gguf_metadata(source, "gpt2", "llama-bpe", **keys), Path("llama3.gguf"))
     chat = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
-    assert ours.encode_rendered_chat(chat).count(128000) == 1
+    assert ours.encode(chat, add_special_tokens=False).count(128000) == 1
     assert ours.encode("hi").count(128000) == 1
     for text in [*TEXTS, *samples, chat]:
         assert ours.encode(text) == original.encode(text).ids, text  # with BOS
         ids = original.encode(text, add_special_tokens=False).ids
-        assert ours.encode_rendered_chat(text) == ids
+        assert ours.encode(text, add_special_tokens=False) == ids
         assert ours.decode(ids) == original.decode(ids)
 
 
@@ -279,7 +279,7 @@ def test_trained_bpe_survives_the_way_through_gguf(pre: str, ignore_merges: bool
     ours = Tokenizer.load(write_gguf(tmp_path / "tiny.gguf", gguf_metadata(source, "gpt2", pre, **keys)))
     for text in [*TEXTS, "<s>x</s>"]:
         want = trained.encode(text).ids
-        assert ours.encode_rendered_chat(text) == want
+        assert ours.encode(text, add_special_tokens=False) == want
         assert ours.encode(text) == ([0, *want] if pre == "llama-bpe" else want)  # llama-bpe adds BOS if silent
         assert ours.decode(want) == trained.decode(want)
 
@@ -387,7 +387,7 @@ def test_tokens_of_tokenizer_config(tiny_folder: Path) -> None:
     ours = Tokenizer.load(tiny_folder)
     assert ours.special_tokens == {"bos_token": "<s>", "eos_token": "<end>"}
     assert ours.special_ids == {256, 257, 258}  # <end> is special for being the EOS
-    assert ours.encode_rendered_chat("<end><new>") == [257, 258]
+    assert ours.encode("<end><new>", add_special_tokens=False) == [257, 258]
     assert ours.decode([256, 257, 258], skip_special_tokens=False) == "<s><end><new>"
     assert ours.decode([256, 257, 258]) == ""
 
