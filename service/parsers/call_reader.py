@@ -26,7 +26,6 @@ class CallReader(ABC):
     """One call.
 
     Attributes:
-        called: it has a name, and its arguments have begun: it is a call.
         ended: it takes nothing more.
         raw: its text, until it is called.
     """
@@ -39,17 +38,22 @@ class CallReader(ABC):
             call_id: its id, should it be one.
             names: a call of any other name is none (None: any name is taken).
         """
-        self.called = self.ended = False
+        self.ended = False
         self.raw = ""
         self._index = index
         self._id = call_id
         self._names = names
         self._name = ""
-        self._complete = False  # the arguments are
+        self._begun = self._complete = False  # the arguments
         self._arguments: list[str] = []  # not given out yet
-        self._events: list[Event] = []
+        self._start_given = self._end_given = False
         self._grammar = self._read()
         next(self._grammar)
+
+    @property
+    def called(self) -> bool:
+        """It has a name, and its arguments have begun: it is a call."""
+        return self._begun and bool(self._name)
 
     @abstractmethod
     def _read(self) -> Read:
@@ -69,49 +73,35 @@ class CallReader(ABC):
             taken += 1
         if not self.called:
             self.raw += text[:taken]
-        return self._given(), text[taken:]
+        return self._news(), text[taken:]
 
     def finish(self) -> list[Event]:
         """The text has ended."""
         self.ended = True
-        return self._given()
+        return self._news()
 
-    def _given(self) -> list[Event]:
-        if self.called and not self._complete:
-            self._flush()
-            if self.ended:
-                self._end()
-        events, self._events = self._events, []
+    def _news(self) -> list[Event]:
+        events: list[Event] = []
+        if self.called:
+            if not self._start_given:
+                events.append(CallStart(self._index, self._id, self._name))
+                self._start_given = True
+            if self._arguments:
+                events.append(Arguments(self._index, "".join(self._arguments)))
+                self._arguments.clear()
+            if (self._complete or self.ended) and not self._end_given:
+                events.append(CallEnd(self._index))
+                self._end_given = True
         return events
-
-    def _begin(self) -> None:
-        self.called, self.raw = True, ""
-        self._events.append(CallStart(self._index, self._id, self._name))
-
-    def _flush(self) -> None:
-        if self._arguments:
-            self._events.append(Arguments(self._index, "".join(self._arguments)))
-            self._arguments.clear()
-
-    def _end(self) -> None:
-        self._complete = True
-        self._flush()
-        self._events.append(CallEnd(self._index))
 
     def _take_name(self, name: str) -> None:
         _expect(bool(name) and (self._names is None or name in self._names))
         self._name = name
-        if self._complete:  # the arguments came first
-            self._begin()
-            self._end()
 
     def _take_arguments(self) -> Read:
         """The object whose first brace has been read."""
-        if self._name:
-            self._begin()
+        self._begun = True
         yield from _nested("{", self._arguments)
-        if self._name:
-            self._end()
         self._complete = True
         return ""
 

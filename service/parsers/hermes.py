@@ -14,7 +14,7 @@ class Hermes(ToolParser):
     def _behind(self, text: str) -> str:
         text = self._lead + text if self._lead else text.lstrip()
         if text.startswith(self.closing):
-            self._lead, self._mode = "", self._skip
+            self._lead, self._mode = "", self._past_blanks(self._content)
             return text[len(self.closing) :]
         if self.closing.startswith(text):
             self._lead = text

@@ -27,7 +27,7 @@ class Llama3Json(ToolParser):
             self._lead = text
             return ""
         if body[0] == "{":
-            self._read(CallObject(self._calls, self.new_id(), self._names), text[: -len(body)])
+            self._read(CallObject, text[: -len(body)], self._names)
             return body
         self._lead, self._mode = "", self._content
         return text
@@ -39,7 +39,7 @@ class Llama3Json(ToolParser):
             self._lead += ";"
             return text[1:]
         if text[:1] == "{":
-            self._read(CallObject(self._calls, self.new_id(), self._names), self._lead)
+            self._read(CallObject, self._lead, self._names)
         elif text:
             # A semicolon that no call follows is content; blanks beside a call are not.
             text, self._lead, self._mode = self._lead.lstrip() + text, "", self._content

@@ -29,13 +29,10 @@ class Mistral(ToolParser):
         self._lead += text[: len(text) - len(body)]
         if body[:1] == "[":
             self._in_array = True
-            self._read(CallObject(self._calls, self.new_id()), self._lead + "[")
+            self._read(CallObject, self._lead + "[")
             return body[1:]
         if body:
-            self._read(
-                CallObject(self._calls, self.new_id()) if body[0] == "{" else NamedCall(self._calls, self.new_id()),
-                self._lead,
-            )
+            self._read(CallObject if body[0] == "{" else NamedCall, self._lead)
         return body
 
     def _behind(self, text: str) -> str:
@@ -43,9 +40,9 @@ class Mistral(ToolParser):
         if not text:
             return ""
         if self._in_array and text[0] == ",":
-            self._read(CallObject(self._calls, self.new_id()), ",")
+            self._read(CallObject, ",")
             return text[1:]
-        self._mode = self._skip
+        self._mode = self._past_blanks(self._content)
         return text[1:] if self._in_array and text[0] == "]" else text
 
     @staticmethod

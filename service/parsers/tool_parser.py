@@ -2,15 +2,15 @@
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from service.parsers.call_reader import CallObject, CallReader
-from service.parsers.events import Content, Event
+from service.parsers.events import Event
+from service.parsers.text_reader import TextReader
 from service.parsers.until import Until
 
 
-class ToolParser(ABC):
+class ToolParser(TextReader, ABC):
     """Finds tool calls in a text that comes in pieces.
 
     The joined events do not depend on how the text was cut. What may become a call is held back until that is known,
@@ -28,21 +28,14 @@ class ToolParser(ABC):
 
     def __init__(self, names: frozenset[str], *, prefilled: bool = False) -> None:
         """Takes the names of the tools. `prefilled`: the prompt ends with `prefill`."""
+        super().__init__(self._content)
         self._names = names
         self._calls = 0
-        self._events: list[Event] = []
         self._until = Until(self.opening)
-        self._mode: Callable[[str], str] = self._content
         self._reader: CallReader | None = None
         self._lead = ""  # what stands before the reader's text
         if prefilled and self.prefill:
             self._opened("")
-
-    def feed(self, text: str) -> list[Event]:
-        """Takes the next piece of the text; returns what is known by now."""
-        while text:
-            text = self._mode(text)
-        return self._taken()
 
     def finish(self) -> list[Event]:
         """The text has ended: returns what was held back."""
@@ -78,7 +71,7 @@ class ToolParser(ABC):
         """
         return {"type": "triggered_tags", "triggers": [cls.opening], "tags": tags}
 
-    # Modes: each takes text and returns what is left of it for the next one.
+    # Modes.
 
     def _content(self, text: str) -> str:
         before, lead, rest = self._until.step(text)
@@ -95,24 +88,18 @@ class ToolParser(ABC):
             self._mode = self._behind if self._settle() else self._content
         return rest
 
-    def _skip(self, text: str) -> str:
-        """Blanks behind a call; then content."""
-        text = text.lstrip()
-        if text:
-            self._mode = self._content
-        return text
-
     @abstractmethod
     def _behind(self, text: str) -> str:
         """The mode behind a call."""
 
     def _opened(self, lead: str) -> None:
         """The opening was met: `lead` is it, with the blanks before it."""
-        self._read(CallObject(self._calls, self.new_id()), lead)
+        self._read(CallObject, lead)
 
-    def _read(self, reader: CallReader, lead: str) -> None:
-        """A call is to come. `lead`: what was read before it, content should no call come."""
-        self._reader, self._lead, self._mode = reader, lead, self._call
+    def _read(self, kind: type[CallReader], lead: str, names: frozenset[str] | None = None) -> None:
+        """A call is to come (of one of `names`). `lead`: what was read before it, content should no call come."""
+        self._reader = kind(self._calls, self.new_id(), names)
+        self._lead, self._mode = lead, self._call
 
     def _settle(self) -> bool:
         """The reader has ended: whether it was a call. Its text is content otherwise."""
@@ -124,11 +111,3 @@ class ToolParser(ABC):
             self._say(self._lead + reader.raw)
         self._lead = ""
         return reader.called
-
-    def _say(self, text: str) -> None:
-        if text:
-            self._events.append(Content(text))
-
-    def _taken(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
