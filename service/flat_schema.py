@@ -67,7 +67,7 @@ def complement(flat: Flat, pointer: str) -> list[Flat]:  # noqa: PLR0912
         elif keyword == "fractional":
             broken.append({"type": frozenset(TYPES - {"number"})})
         elif keyword == "required":
-            broken += [without(name, pointer) for name in value]
+            broken += [{**typed, "properties": {name: (False, pointer)}} for name in value]
         elif keyword == "properties":
             for name, (schema, at) in value.items():
                 if schema not in (True, {}):
@@ -79,11 +79,6 @@ def complement(flat: Flat, pointer: str) -> list[Flat]:  # noqa: PLR0912
         elif keyword != "format" and not (keyword in ("additionalProperties", "items") and value[0] in (True, {})):
             raise SchemaError(pointer, f"the negation of {keyword} is not served")
     return broken
-
-
-def without(name: str, pointer: str) -> Flat:
-    """An object that lacks the property."""
-    return {"type": frozenset({"object"}), "properties": {name: (False, pointer)}}
 
 
 def excluding(types: set[str], excluded: list[Any], pointer: str) -> tuple[set[str], list[Any]]:

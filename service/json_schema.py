@@ -39,7 +39,6 @@ from service.flat_schema import (
     merged,
     number_bounds,
     plain_numbers,
-    without,
 )
 from service.patterns import PatternError, anchored, bounded, others
 
@@ -211,8 +210,8 @@ class _Rewriter:
                 at = f"{pointer}/{keyword}/{escaped(name)}"
                 needs = {"required": [needed] if isinstance(needed, str) else needed}
                 with_it = self._alternatives(needed if isinstance(needed, dict | bool) else needs, at, seen)
-                has = {"type": frozenset({"object"}), "required": [name]}
-                yield [without(name, at), *self._product([[has], with_it], at)]
+                lacks = {"properties": {name: (False, at)}}
+                yield [lacks, *self._product([[{"required": [name]}], with_it], at)]
         if "propertyNames" in schema:
             at, own = f"{pointer}/propertyNames", schema["propertyNames"]
             plain = isinstance(own, dict) and own.keys() <= {"pattern", "type"} and isinstance(own.get("pattern"), str)
@@ -223,7 +222,7 @@ class _Rewriter:
                 if shared:
                     raise SchemaError(at, f"propertyNames is not served beside {next(iter(shared))}")
                 rest = {"patternProperties": {own["pattern"]: schema.get("additionalProperties", True)}}
-                yield [located({"type": frozenset({"object"}), **rest, "additionalProperties": False}, pointer)]
+                yield [located({**rest, "additionalProperties": False}, pointer)]
 
     def _one_of(self, common: list[Flat], each: list[list[Flat]], at: str) -> list[Flat]:
         """Those of one branch that match no other; where it is plain that none does, the branches as they are."""
