@@ -24,6 +24,7 @@ class Caller:
     max_priority: int | None
 
 
+@dataclass(frozen=True, slots=True)
 class Authenticator:
     """Tells callers by their keys. Without keys everybody is taken (only loopback can be bound then).
 
@@ -32,17 +33,16 @@ class Authenticator:
         max_priority: as in ServiceConfig.
     """
 
-    def __init__(self, ring: KeyRing, max_priority: int | None) -> None:
-        self._ring = ring
-        self._max_priority = max_priority
+    ring: KeyRing
+    max_priority: int | None
 
     def caller(self, metadata: Metadata) -> Caller:
         """The caller that a call's metadata names. Raises ApiError UNAUTHENTICATED, PERMISSION_DENIED."""
         given = dict(metadata or ())
-        key = None if self._ring.open else self._key(given)
+        key = None if self.ring.open else self._key(given)
         tenant, limit = given.get(TENANT), given.get(MAX_PRIORITY)
         if tenant is None:
-            return Caller("", self._max_priority) if key is None else self._of_tenant(key.tenant, key.max_priority)
+            return Caller("", self.max_priority) if key is None else self._of_tenant(key.tenant, key.max_priority)
         if key is not None and not key.gateway:
             text = f"only the key of a gateway may speak for a tenant ({TENANT})"
             raise ApiError(grpc.StatusCode.PERMISSION_DENIED, "TENANT_FORBIDDEN", text)
@@ -62,7 +62,7 @@ class Authenticator:
             raise ApiError(grpc.StatusCode.PERMISSION_DENIED, "ADMIN_FORBIDDEN", text)
 
     def _of_tenant(self, tenant: str, max_priority: int | None) -> Caller:
-        return Caller(tenant, (self._max_priority or 0) if max_priority is None else max_priority)
+        return Caller(tenant, (self.max_priority or 0) if max_priority is None else max_priority)
 
     def _key(self, metadata: dict[str, str | bytes]) -> Key:
         shown = bearer(metadata.get("authorization"))
@@ -70,7 +70,7 @@ class Authenticator:
             raise ApiError(
                 grpc.StatusCode.UNAUTHENTICATED, "API_KEY_MISSING", "metadata 'authorization: Bearer KEY' is missing"
             )
-        key = self._ring.find(shown)
+        key = self.ring.find(shown)
         if key is None:
             raise ApiError(grpc.StatusCode.UNAUTHENTICATED, "API_KEY_INVALID", "the API key is not known here")
         return key

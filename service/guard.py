@@ -7,6 +7,7 @@ else that escapes it is INTERNAL with a generic message, and the story in the lo
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -32,6 +33,7 @@ MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@dataclass(frozen=True, eq=False)
 class Guard(grpc.aio.ServerInterceptor):
     """One for all RPCs of a server.
 
@@ -40,9 +42,8 @@ class Guard(grpc.aio.ServerInterceptor):
         figures: where calls are counted by method and status.
     """
 
-    def __init__(self, check: Callable[[Metadata], object], figures: Figures) -> None:
-        self._check = check
-        self._figures = figures
+    check: Callable[[Metadata], object]
+    figures: Figures
 
     async def intercept_service(
         self,
@@ -55,7 +56,7 @@ class Guard(grpc.aio.ServerInterceptor):
             return None  # grpc answers UNIMPLEMENTED
         method = handler_call_details.method
         try:
-            self._check(handler_call_details.invocation_metadata)
+            self.check(handler_call_details.invocation_metadata)
         except ApiError as error:
             # As a stream, whatever it is: no message is read, and so none is kept, for a caller without a key.
             if method.startswith(_OPEN_SERVICE):
@@ -108,7 +109,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 text = "internal error; the server's log has more"
                 await _abort(context, ApiError(grpc.StatusCode.INTERNAL, "INTERNAL", text))
             finally:
-                self._figures.calls.add(name, code)
+                self.figures.calls.add(name, code)
 
         return guarded
 
@@ -141,7 +142,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def _refuse(self, method: str, refusal: ApiError) -> Callable[[Any, Context], Awaitable[None]]:
         async def refused(_: Any, context: Context) -> None:
-            self._figures.calls.add(method.rpartition("/")[2], refusal.code.name)
+            self.figures.calls.add(method.rpartition("/")[2], refusal.code.name)
             await _abort(context, refusal)
 
         return refused

@@ -9,6 +9,7 @@ import ssl
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from socketserver import ThreadingMixIn
 from threading import Thread
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -72,6 +73,7 @@ VLLM_NAMES = {
 _VLLM_REASONS = {"tool_calls": "stop", "cancel": "abort", "deadline": "abort", "unavailable": "abort"}
 
 
+@dataclass(eq=False)
 class EngineCollector(Collector):
     """Asks the engine at every scrape: a gauge can be neither stale nor forgotten.
 
@@ -82,26 +84,25 @@ class EngineCollector(Collector):
         loop: the event loop that `core` belongs to.
     """
 
-    def __init__(self, core: CoreClient, figures: Figures, model: str, loop: asyncio.AbstractEventLoop) -> None:
-        self._core = core
-        self._figures = figures
-        self._model = model
-        self._loop = loop
+    core: CoreClient
+    figures: Figures
+    model: str
+    loop: asyncio.AbstractEventLoop
 
     def collect(self) -> Iterator[Metric]:
         """Runs in a thread of the HTTP server."""
         stats = self._stats()
         yield GaugeMetricFamily("fulcrum_engine_up", "Whether the engine core answers.", value=stats is not None)
-        metrics = [*self._figures.metrics(), *([] if stats is None else of_core(stats))]
+        metrics = [*self.figures.metrics(), *([] if stats is None else of_core(stats))]
         yield from metrics
-        yield from (vllm_metric(metric, self._model) for metric in metrics if metric.name in VLLM_NAMES)
+        yield from (vllm_metric(metric, self.model) for metric in metrics if metric.name in VLLM_NAMES)
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: registering must not ask the engine."""
         return iter(())
 
     def _stats(self) -> CoreStats | None:
-        asked = asyncio.run_coroutine_threadsafe(self._core.stats(), self._loop)
+        asked = asyncio.run_coroutine_threadsafe(self.core.stats(), self.loop)
         try:
             return asked.result(_SCRAPE_SECONDS)
         except (CoreDied, concurrent.futures.TimeoutError, concurrent.futures.CancelledError) as error:

@@ -1,8 +1,8 @@
 """What the service knows of the served model: names, tokenizer, template, defaults. No weights, no torch."""
 
 import time
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -18,6 +18,7 @@ from service.tokenizer import Tokenizer
 from service.validate import Plan
 
 
+@dataclass(frozen=True)
 class ServedModel:
     """The text side of one model.
 
@@ -25,25 +26,28 @@ class ServedModel:
         names: what it may be called; the first is the principal one.
         prompts: renders and tokenizes.
         defaults: sampling parameters where a request is silent.
-
-    Attributes:
         created: Unix seconds at which it was loaded.
     """
 
-    def __init__(self, names: Sequence[str], prompts: Prompts, defaults: GenerationDefaults) -> None:
-        self.names = tuple(names)
-        self.prompts = prompts
-        self.defaults = defaults
-        self.created = int(time.time())
+    names: tuple[str, ...]
+    prompts: Prompts
+    defaults: GenerationDefaults
+    created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
     def load(cls, config: ServiceConfig) -> "ServedModel":
         """Reads tokenizer, template and generation defaults from the model's files. Raises what their readers raise."""
-        tokenizer = Tokenizer.load(config.tokenizer or config.model)
-        template = chat_template(config.model, tokenizer, config.chat_template)
+        model, tokenizer = config.model, Tokenizer.load(config.tokenizer or config.model)
+        special_tokens = tokenizer.special_tokens
+        if config.chat_template is not None:
+            template = ChatTemplate.from_file(config.chat_template, special_tokens)
+        elif model.is_dir():  # it may have none: chats are refused then
+            template = ChatTemplate.from_folder(model, special_tokens)
+        else:
+            template = ChatTemplate.from_gguf(read_gguf_metadata(model), special_tokens, model)
         formats = Formats.choose(config.tool_parser, config.reasoning_parser, template.source)
         prompts = Prompts(tokenizer, template, config.tokenizer_threads, formats)
-        return cls(config.served_model_names, prompts, GenerationDefaults.load(config.model))
+        return cls(config.served_model_names, prompts, GenerationDefaults.load(model))
 
     @property
     def has_chat_template(self) -> bool:
@@ -74,13 +78,3 @@ class ServedModel:
             StopChecker(plan.stop, include_stop=plan.include_stop),
             min_tokens=plan.job.params.min_tokens,
         )
-
-
-def chat_template(model: Path, tokenizer: Tokenizer, file: Path | None = None) -> ChatTemplate:
-    """The operator's own template, else the model's (which may have none: chats are refused then)."""
-    special_tokens = tokenizer.special_tokens
-    if file is not None:
-        return ChatTemplate.from_file(file, special_tokens)
-    if model.is_dir():
-        return ChatTemplate.from_folder(model, special_tokens)
-    return ChatTemplate.from_gguf(read_gguf_metadata(model), special_tokens, model)
