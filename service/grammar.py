@@ -79,13 +79,13 @@ class GrammarCompiler:
             self._vocabulary = Vocabulary(tuple(pieces), self._stops)
         return self._vocabulary
 
-    async def compile(self, constraint: Constraint, field: str = "", *, tenant: str = "") -> Compiled:
+    async def compile(self, constraint: Constraint, field: str = "", *, turn: str = "") -> Compiled:
         """The grammar, from the cache or compiled now; equal ones at the same time are compiled once.
 
         Args:
             constraint: its source.
             field: the request's field to blame, where it is not the constraint's kind.
-            tenant: in whose turn it is compiled.
+            turn: in whose turn it is compiled.
 
         Raises ApiError INVALID_ARGUMENT (INVALID_GRAMMAR): it cannot be compiled, or not within the limits.
         """
@@ -96,7 +96,7 @@ class GrammarCompiler:
         if result is None:
             task = self._running.get(constraint)
             if task is None:
-                task = self._running[constraint] = asyncio.create_task(self._in_turn(constraint, tenant))
+                task = self._running[constraint] = asyncio.create_task(self._in_turn(constraint, turn))
             self._wanted[constraint] += 1
             try:
                 result = await asyncio.shield(task)
@@ -116,8 +116,8 @@ class GrammarCompiler:
         if self._worker is not None:
             await _end(*self._worker)
 
-    async def _in_turn(self, constraint: Constraint, tenant: str) -> Result:
-        await self._turns.take(tenant)
+    async def _in_turn(self, constraint: Constraint, turn: str) -> Result:
+        await self._turns.take(turn)
         try:
             # Once it is begun it is brought to its end, as its process goes on by itself.
             return await self._compile(constraint) if self._wanted[constraint] else Result(error="all have gone")

@@ -63,10 +63,10 @@ class Prompts:
         self._threads = ThreadPoolExecutor(2 * threads, thread_name_prefix="tokenize")
         self._turns, self._large_turns = Turns(threads), Turns(threads)
 
-    async def run(self, work: Callable[[], _T], size: int = 0, *, tenant: str = "") -> _T:
-        """Runs `work`, on so much text, in a thread, in the tenant's turn."""
+    async def run(self, work: Callable[[], _T], size: int = 0, *, turn: str = "") -> _T:
+        """Runs `work`, on so much text, in a thread, in its turn."""
         turns = self._large_turns if size > _LARGE else self._turns
-        await turns.take(tenant)
+        await turns.take(turn)
         loop = asyncio.get_running_loop()
 
         def leave(_: object) -> None:
@@ -78,7 +78,7 @@ class Prompts:
         return await asyncio.wrap_future(working)
 
     async def text(
-        self, text: str, *, add_special_tokens: bool, window: int | None = None, tenant: str = ""
+        self, text: str, *, add_special_tokens: bool, window: int | None = None, turn: str = ""
     ) -> list[int]:
         """Token ids of a plain text.
 
@@ -86,14 +86,14 @@ class Prompts:
             the work of tokenizing it is done.
         """
         encode = partial(self._encode, text, "text", window, add_special_tokens=add_special_tokens)
-        return await self.run(encode, len(text), tenant=tenant)
+        return await self.run(encode, len(text), turn=turn)
 
-    async def chat(self, chat: pb.Chat, *, window: int | None = None, tenant: str = "") -> Prompt:
+    async def chat(self, chat: pb.Chat, *, window: int | None = None, turn: str = "") -> Prompt:
         """Renders and tokenizes a chat.
 
         Raises ApiError INVALID_ARGUMENT (also TEMPLATE_ERROR), FAILED_PRECONDITION (TOOLS_UNSUPPORTED).
         """
-        return await self.run(partial(self._chat, chat, window), chat.ByteSize(), tenant=tenant)
+        return await self.run(partial(self._chat, chat, window), chat.ByteSize(), turn=turn)
 
     def close(self) -> None:
         """Lets the threads go."""

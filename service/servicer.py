@@ -15,7 +15,7 @@ from engine.request import RejectReason, Request, RequestRejected
 from engine.stream import RequestStream
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc
-from service.auth import Authenticator
+from service.auth import Authenticator, Caller
 from service.choice import Choice
 from service.errors import Violation, draining, engine_dead, invalid
 from service.figures import Figures
@@ -93,13 +93,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if asked.constraint is not None and must_call(request.chat.tool_choice):
             text = f"{asked.constraint.kind} and a call that must come exclude each other"
             raise invalid([Violation("chat.tool_choice", text)])
-        field, prompt = await self._prompt(request, caller.tenant)
+        turn = _turn(caller, context)
+        field, prompt = await self._prompt(request, turn)
         marks = record.marks
         if prompt.rendered:
             marks.append(("rendered", prompt.rendered))
         marks.append(("tokenized", time.monotonic()))
         job = fit(asked, prompt.ids, field, core.info)
-        grammar = await self._grammar(asked.constraint, prompt.reading, caller.tenant)
+        grammar = await self._grammar(asked.constraint, prompt.reading, turn)
         if grammar is not None:
             marks.append(("compiled", time.monotonic()))
         job = replace(
@@ -133,7 +134,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """A salt that no other tenant has, whatever he asks for: names of tenants hold no NUL."""
         return f"{tenant}\0{salt}" if tenant and (salt or not self.share_prefixes) else salt
 
-    async def _grammar(self, asked: Constraint | None, reading: Reading, tenant: str) -> Compiled | None:
+    async def _grammar(self, asked: Constraint | None, reading: Reading, turn: str) -> Compiled | None:
         """What the output must follow; None where it is free."""
         constraint = output_grammar(asked, reading)
         if constraint is None:
@@ -141,11 +142,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         blamed = "chat.tools" if asked is None else asked.kind
         if asked is not None and reading.strict:
             # Alone first: what is wrong with the whole are the tools, then.
-            await self.grammars.compile(asked, tenant=tenant)
+            await self.grammars.compile(asked, turn=turn)
             blamed = "chat.tools"
-        return await self.grammars.compile(constraint, blamed, tenant=tenant)
+        return await self.grammars.compile(constraint, blamed, turn=turn)
 
-    async def _prompt(self, request: pb.GenerateRequest, tenant: str) -> tuple[str, Prompt]:
+    async def _prompt(self, request: pb.GenerateRequest, turn: str) -> tuple[str, Prompt]:
         """The prompt, and the field that it came from."""
         field, window = request.WhichOneof("prompt"), self.core.info.max_model_len
         if field == "token_ids":
@@ -154,10 +155,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 raise window_exceeded(field, window, f"the prompt has {count}", prompt_tokens=count)
             return field, Prompt(list(request.token_ids.ids))
         if field == "text":
-            ids = await self.model.prompts.text(request.text, add_special_tokens=True, window=window, tenant=tenant)
+            ids = await self.model.prompts.text(request.text, add_special_tokens=True, window=window, turn=turn)
             return field, Prompt(ids)
         if field == "chat":
-            return field, await self.model.prompts.chat(request.chat, window=window, tenant=tenant)
+            return field, await self.model.prompts.chat(request.chat, window=window, turn=turn)
         raise invalid([Violation("prompt", "one of text, token_ids and chat is needed")])
 
     async def _submit(self, job: Request, grammar: Compiled | None, prompt_field: str) -> RequestStream:
@@ -228,23 +229,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Token ids and bytes of a text or a rendered chat."""
         self.model.resolve(request.model)
         prompts, window = self.model.prompts, self.core.info.max_model_len
-        tenant = self.authenticator.caller(context.invocation_metadata()).tenant
+        turn = _turn(self.authenticator.caller(context.invocation_metadata()), context)
         match request.WhichOneof("prompt"):
             case "text":
                 special = given(request, "add_special_tokens", True)
-                ids = await prompts.text(request.text, add_special_tokens=special, window=window, tenant=tenant)
+                ids = await prompts.text(request.text, add_special_tokens=special, window=window, turn=turn)
             case "chat":
-                ids = (await prompts.chat(request.chat, window=window, tenant=tenant)).ids
+                ids = (await prompts.chat(request.chat, window=window, turn=turn)).ids
             case _:
                 raise invalid([Violation("prompt", "one of text and chat is needed")])
-        token_bytes = await prompts.run(lambda: list(map(prompts.tokenizer.token_bytes, ids)), tenant=tenant)
+        token_bytes = await prompts.run(lambda: list(map(prompts.tokenizer.token_bytes, ids)), turn=turn)
         return pb.TokenizeResponse(token_ids=ids, token_bytes=token_bytes, max_model_len=self.core.info.max_model_len)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """The text of token ids."""
         self.model.resolve(request.model)
         prompts, info = self.model.prompts, self.core.info
-        tenant = self.authenticator.caller(context.invocation_metadata()).tenant
+        turn = _turn(self.authenticator.caller(context.invocation_metadata()), context)
         count = len(request.token_ids)
         if count > info.max_model_len:
             raise window_exceeded("token_ids", info.max_model_len, f"{count} token ids are given")
@@ -255,7 +256,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             bad.check()
             return prompts.tokenizer.decode(ids, skip_special_tokens=request.skip_special_tokens)
 
-        return pb.DetokenizeResponse(text=await prompts.run(detokenized, tenant=tenant))
+        return pb.DetokenizeResponse(text=await prompts.run(detokenized, turn=turn))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """What is served, and its limits."""
@@ -275,3 +276,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             version=info.version,
             created=self.model.created,
         )
+
+
+def _turn(caller: Caller, context: Context) -> str:
+    """In whose turn the work is done: the tenant's, or without one the connection's."""
+    return caller.tenant or context.peer()

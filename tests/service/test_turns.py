@@ -10,6 +10,7 @@ import pytest
 
 from engine.request import FinishReason
 from fulcrum.v1 import inference_pb2 as pb
+from fulcrum.v1 import inference_pb2_grpc
 from service import grammar
 from service.grammar import GrammarCompiler
 from service.grammar_worker import BEGUN, Constraint, Result
@@ -63,8 +64,8 @@ async def test_a_prompt_waits_for_one_of_each_other_tenant():
         block.wait(20)
         order.append(name)
 
-    tasks = await begun(*(prompts.run(lambda: work("many"), tenant="many") for _ in range(9)))
-    tasks += await begun(prompts.run(lambda: work("few"), tenant="few"))
+    tasks = await begun(*(prompts.run(lambda: work("many"), turn="many") for _ in range(9)))
+    tasks += await begun(prompts.run(lambda: work("few"), turn="few"))
     tasks[0].cancel()  # its thread goes on, and no other is begun beside it
     await asyncio.sleep(0)
     block.set()
@@ -96,12 +97,12 @@ async def test_a_grammar_waits_for_one_of_each_other_tenant_and_for_none_whose_a
 
     monkeypatch.setattr(grammar, "_asked", answer)
     monkeypatch.setattr(compiler, "_started", started)
-    many = await begun(*(compiler.compile(Constraint("regex", f"m{n}"), tenant="many") for n in range(6)))
-    few = await begun(compiler.compile(Constraint("regex", "few"), tenant="few"))
+    many = await begun(*(compiler.compile(Constraint("regex", f"m{n}"), turn="many") for n in range(6)))
+    few = await begun(compiler.compile(Constraint("regex", "few"), turn="few"))
     for task in many[3:]:
         task.cancel()
     await asyncio.sleep(0)
-    again = await begun(compiler.compile(Constraint("regex", "m5"), tenant="many"))
+    again = await begun(compiler.compile(Constraint("regex", "m5"), turn="many"))
     go.set()
     await asyncio.gather(*many[:3], *few, *again)
     assert asked == ["m0", "m1", "m2", "few", "m5"]
@@ -141,3 +142,21 @@ async def test_the_service_names_the_tenant(make_core, serving, tmp_path, monkey
                 await call
     # The grammar's turn is asked for in a task of its own, whose end is the caller's.
     assert taken == ["acme"] * 6
+
+
+async def test_without_keys_each_connection_has_turns_of_its_own(make_core, serving, monkeypatch):
+    taken = []
+
+    async def take(self, whose):
+        taken.append(whose)
+        raise LookupError
+
+    monkeypatch.setattr(Turns, "take", take)
+    async with serving(make_core()) as server:
+        for calls in (2, 1):
+            own = [("grpc.use_local_subchannel_pool", 1)]
+            async with grpc.aio.insecure_channel(server.addresses.address, own) as channel:
+                for _ in range(calls):
+                    with pytest.raises(grpc.aio.AioRpcError):
+                        await inference_pb2_grpc.InferenceServiceStub(channel).Tokenize(pb.TokenizeRequest(text="x"))
+    assert taken[0] == taken[1] != taken[2]
