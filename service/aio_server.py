@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import grpc
-from grpc._cython import cygrpc  # type: ignore[attr-defined] # it has no types
+from grpc._cython import cygrpc
+from grpc.aio._server import Server
 
 _LOOK_SECONDS = 1.0
 
@@ -34,14 +35,14 @@ async def _refused(call: Any) -> None:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
-def aio_server(
-    interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]
-) -> grpc.aio.Server:
+class AioServer(Server):
     """As grpc.aio.server makes it; but of handlers only registered ones are served."""
-    server = grpc.aio.server()
-    own = _Acceptor(asyncio.get_running_loop(), None, (), tuple(interceptors), tuple(options), None)
-    server._server = own  # type: ignore[attr-defined] # it only hands on what it is asked
-    return server
+
+    def __init__(self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]) -> None:
+        """To be made within the event loop that it serves in."""
+        # In the place of the inherited one, whose own acceptor, let go without use, is logged when it is freed already.
+        self._loop = asyncio.get_running_loop()
+        self._server = _Acceptor(self._loop, None, (), tuple(interceptors), tuple(options), None)
 
 
 async def ended(server: grpc.aio.Server) -> None:

@@ -24,7 +24,7 @@ from fulcrum.client import keepalive
 from fulcrum.tls import Identity, server_context, server_credentials
 from fulcrum.v1 import inference_pb2, inference_pb2_grpc
 from service.admin import AdminServicer
-from service.aio_server import aio_server, ended
+from service.aio_server import AioServer, ended
 from service.auth import Authenticator
 from service.config import AUTO, ServiceConfig, is_unix, split_address, unix_path
 from service.errors import draining, engine_dead
@@ -196,7 +196,7 @@ def _new_server(config: ServiceConfig, guard: Guard) -> grpc.aio.Server:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", int(config.min_ping_seconds * 900)),
     ]
-    return aio_server((guard,), options)
+    return AioServer((guard,), options)  # type: ignore[return-value] # the stubs have a class of their own
 
 
 async def _start(server: grpc.aio.Server, cleanup: AsyncExitStack) -> asyncio.Task[None]:
