@@ -49,6 +49,8 @@ _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 
 # A dead peer is found after this long, and its requests are ended.
 _KEEPALIVE = keepalive(30, within=20)
+# Calls of a burst that may wait to be looked at. By itself gRPC cancels some from 1,000 on, and all from 3,000 on.
+_MAX_PENDING = 1 << 14
 # What is left after the grace gets this long to hear its status.
 _LAST_WORDS_SECONDS = 1.0
 
@@ -191,6 +193,8 @@ def _new_server(config: ServiceConfig, guard: Guard) -> grpc.aio.Server:
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.so_reuseport", int(config.reuse_port)),
         *_KEEPALIVE,
+        ("grpc.server.max_pending_requests", _MAX_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
         ("grpc.keepalive_permit_without_calls", 1),
         # A little below what is promised: a ping sent on time may follow its late predecessor closely.
         ("grpc.http2.max_pings_without_data", 0),

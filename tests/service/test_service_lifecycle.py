@@ -475,6 +475,12 @@ async def test_whatever_is_called_the_server_serves_on(make_core, serving):
         assert (await server.stub.GetModel(pb.GetModelRequest())).max_model_len == 4096
 
 
+async def test_a_burst_of_calls_is_answered(make_core, serving):
+    async with serving(make_core()) as server:
+        calls = [code_of(server.stub.GetModel(pb.GetModelRequest())) for _ in range(5000)]
+        assert set(await asyncio.gather(*calls)) == {grpc.StatusCode.OK}
+
+
 async def test_a_server_that_accepts_no_more_ends(make_core, serving, monkeypatch):
     async def crash(self):
         await self._request_call()
