@@ -358,6 +358,7 @@ class Harness:
             assert not self.scheduler.has_work, "nothing runs, nothing is in flight, and requests wait"
         if self.check:
             self.scheduler.check_integrity()
+            self._check_waiting()
         return step
 
     def collect(self) -> list[SequenceUpdate]:
@@ -374,6 +375,13 @@ class Harness:
             limit -= 1
             assert limit, "it does not come to an end"
         return self
+
+    def _check_waiting(self) -> None:
+        """Who waits is looked up from where it was found last, and finds what it would find from the beginning."""
+        cache = self.scheduler.cache
+        for waiting in self.scheduler._waiting:
+            prefix = cache._prefix(waiting)
+            assert cache._tree.find(*prefix, waiting.found).pages == cache._tree.find(*prefix).pages
 
     def _check_step(self, step: Step) -> None:
         self.steps.append(step)
