@@ -28,13 +28,7 @@ _TOGETHER = 32
 class LocalTokenizer:
     """A tokenizer at hand.
 
-    Args:
-        special: the tokens that no random prompt has (None: all that the tokenizer itself calls special).
-
-    Attributes:
-        fillers: the tokens with which a random prompt is filled up: all but added ones.
-        ids: the ordinary tokens to draw random prompts from, in ascending order.
-        specials_added: how many tokens encode() puts around a text by itself.
+    `special` are the tokens that no random prompt has (None: all that the tokenizer itself calls special).
     """
 
     def __init__(self, backend: "tokenizers.Tokenizer", special: set[str] | None = None) -> None:
@@ -43,9 +37,10 @@ class LocalTokenizer:
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         barred = {id for id, token in added.items() if (token.special if special is None else token.content in special)}
+        # Random prompts are filled up with all but added tokens, and drawn from the ordinary ones in ascending order.
         self.fillers = range(self._backend.get_vocab_size(with_added_tokens=False))
         self.ids: Sequence[int] = [token for token in self.fillers if token not in barred]
-        self.specials_added: int = self._backend.num_special_tokens_to_add(False)
+        self.specials_added: int = self._backend.num_special_tokens_to_add(False)  # by encode(), by itself
 
     @classmethod
     def from_file(cls, path: Path) -> "LocalTokenizer":
