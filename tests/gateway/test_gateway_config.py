@@ -80,7 +80,12 @@ SHAPES = {
 }
 
 
-@given(st.text(), st.booleans(), st.integers(0, 2))
+def test_a_delta_that_says_nothing_is_no_event():
+    for shape, _ in SHAPES[True]:
+        assert shape.delta(0, pb.Delta(token_ids=[5])) == b""
+
+
+@given(st.text(min_size=1), st.booleans(), st.integers(0, 2))
 def test_any_text_survives(text, usage, index):
     for shape, path in SHAPES[usage]:
         (line,) = shape.delta(index, pb.Delta(text=text)).decode().splitlines()[:-1]
