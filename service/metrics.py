@@ -26,19 +26,10 @@ logger = logging.getLogger(__name__)
 
 _GAUGES = frozenset(
     (
-        "uptime_seconds",
-        "running_sequences",
-        "waiting_sequences",
-        "live_requests",
-        "total_pages",
-        "free_pages",
-        "cached_pages",
-        "used_pages",
-        "last_step_rows",
-        "max_step_rows",
-        "last_step_tokens",
+        "uptime_seconds", "running_sequences", "waiting_sequences", "live_requests", "total_pages", "free_pages",
+        "cached_pages", "used_pages", "last_step_rows", "max_step_rows", "last_step_tokens",
     )
-)
+)  # fmt: skip
 # The sum that belongs to a list of counts by STEP_BOUNDS.
 _SUMS = {"step_rows": "scheduled_rows", "step_tokens": "scheduled_tokens"}
 _SCRAPE_SECONDS = 5.0
