@@ -14,26 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken
 
 from engine.model.config import read_json
 from engine.model.errors import ModelError
 from engine.model.gguf_header import read_gguf_metadata
-from service.long_text import LLAMA3_PATTERN, QWEN2_PATTERN, cut, ends_of_parted
+from service.gguf_tokenizer import SPECIAL_NAMES, gguf_tokenizer
+from service.long_text import cut, ends_of_parted
 
-# Names under which templates know special tokens, in tokenizer_config.json and as tokenizer.ggml.{}_token_id.
-SPECIAL_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-FURTHER_SPECIAL_NAMES = ("sep_token", "cls_token", "mask_token")
-
-# Kinds of token in GGUF metadata (tokenizer.ggml.token_type).
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-
-# How text is split before BPE (`pre`).
-GPT2_PRE = ("smollm", "qwen2", "llama-bpe")
+# Special tokens that templates know, as tokenizer_config.json names them.
+_SPECIAL_NAMES = (*SPECIAL_NAMES, "sep_token", "cls_token", "mask_token")
 
 _SLICE = 64 << 10  # characters
-
-SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
 
 
 class Tokenizer:
@@ -94,7 +86,7 @@ class Tokenizer:
         config = read_json(folder / "tokenizer_config.json", optional=True)
         named = {**read_json(folder / "special_tokens_map.json", optional=True), **config}
         names = {}
-        for name in (*SPECIAL_NAMES, *FURTHER_SPECIAL_NAMES):
+        for name in _SPECIAL_NAMES:
             value = named.get(name)
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):
@@ -112,45 +104,10 @@ class Tokenizer:
         Raises:
             ModelError: a kind of tokenizer that is not supported, or metadata that do not fit together.
         """
-        kind = metadata.get("tokenizer.ggml.model")
-        pre = metadata.get("tokenizer.ggml.pre")
-        if kind == "gpt2":
-            if pre not in GPT2_PRE:
-                raise ModelError(
-                    f"{path}: the GGUF tokenizer gpt2 with pre {pre!r} is not supported;"
-                    f" supported: {', '.join(GPT2_PRE)}"
-                )
-        elif kind != "llama":
-            raise ModelError(
-                f"{path}: the GGUF tokenizer {kind!r} is not supported; supported: gpt2 (BPE), llama (SPM)"
-            )
-        tokens: list[str] = _required(metadata, "tokenizer.ggml.tokens", path)
-        types: list[int] = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
-        if len(types) != len(tokens):
-            raise ModelError(f"{path}: {len(types)} token types for {len(tokens)} tokens")
-        names = {}
-        for name, short in SPECIAL_NAMES.items():
-            number = metadata.get(f"tokenizer.ggml.{short}_token_id")
-            if number is not None:
-                if number >= len(tokens):
-                    raise ModelError(f"{path}: {name} is {number}, outside of the vocabulary of {len(tokens)}")
-                names[name] = tokens[number]
-        # Unused entries only pad the embedding: they are no text.
-        vocab = {token: number for number, token in enumerate(tokens) if types[number] != UNUSED}
-        if kind == "gpt2":
-            backend = _byte_level_bpe(vocab, _required(metadata, "tokenizer.ggml.merges", path), str(pre), path)
-        else:
-            backend = _sentencepiece_bpe(vocab, types, metadata, path)
-        special = [tokens[number] for number, kind in enumerate(types) if kind == CONTROL]
-        plain = [tokens[number] for number, kind in enumerate(types) if kind == USER_DEFINED]
-        backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-        backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in plain])
-        add_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre == "llama-bpe")
-        add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
-        ends = (["bos_token"] if add_bos else []), (["eos_token"] if add_eos else [])
-        if any(ends):
-            backend.post_processor = _surround(vocab, names, *ends, path)
-        return cls(backend, names)
+        try:
+            return cls(*gguf_tokenizer(metadata))
+        except ModelError as error:
+            raise ModelError(f"{path}: {error}") from error
 
     def fewest_tokens(self, text: str) -> int:
         """A lower bound of how many tokens the text has, at once: tokenizing megabytes takes a minute."""
@@ -302,12 +259,6 @@ def _byte_alphabet() -> dict[str, int]:
 BYTES = _byte_alphabet()
 
 
-def _required(metadata: Mapping[str, Any], key: str, path: Path) -> Any:
-    if key not in metadata:
-        raise ModelError(f"{path}: {key} is missing from the GGUF metadata")
-    return metadata[key]
-
-
 def _add_missing(backend: tokenizers.Tokenizer, added: Mapping[str, Any], special: Iterable[str], path: Path) -> None:
     """Adds what tokenizer_config.json names and tokenizer.json lacks, and marks the named special tokens as special."""
     for number, entry in sorted(added.items(), key=lambda item: int(item[0])):
@@ -324,63 +275,3 @@ def _add_missing(backend: tokenizers.Tokenizer, added: Mapping[str, Any], specia
     for text in special:
         if text not in known and backend.token_to_id(text) is not None:
             backend.add_special_tokens([AddedToken(text, normalized=False)])
-
-
-def _byte_level_bpe(vocab: dict[str, int], merges: list[str], pre: str, path: Path) -> tokenizers.Tokenizer:
-    pairs = [tuple(merge.split(" ")) for merge in merges]
-    backend = _bpe(path, vocab, pairs, ignore_merges=pre == "llama-bpe")
-    if pre == "smollm":
-        split: pre_tokenizers.PreTokenizer = pre_tokenizers.Digits(individual_digits=True)
-    else:
-        split = pre_tokenizers.Split(Regex(QWEN2_PATTERN if pre == "qwen2" else LLAMA3_PATTERN), "isolated")
-    if pre == "qwen2":
-        backend.normalizer = normalizers.NFC()
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre == "smollm")
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-    backend.decoder = decoders.ByteLevel()
-    return backend
-
-
-def _sentencepiece_bpe(
-    vocab: dict[str, int], types: list[int], metadata: Mapping[str, Any], path: Path
-) -> tokenizers.Tokenizer:
-    """SentencePiece BPE has no merges but scores: of all pairs whose union is a token, the best-scored comes first."""
-    scores: list[float] = _required(metadata, "tokenizer.ggml.scores", path)
-    if len(scores) != len(types):
-        raise ModelError(f"{path}: {len(scores)} scores for {len(types)} tokens")
-    parts = {token: number for token, number in vocab.items() if types[number] == NORMAL}
-    merges = []
-    for token, number in parts.items():
-        splits = ((token[:at], token[at:]) for at in range(1, len(token)))
-        found = [(left, right) for left, right in splits if left in parts and right in parts]
-        merges += [(-scores[number], number, parts[left], parts[right], (left, right)) for left, right in found]
-    merges.sort()
-    unknown = next((token for token, number in vocab.items() if types[number] == UNKNOWN), None)
-    fallback = any(types[number] == BYTE for number in vocab.values())
-    backend = _bpe(
-        path, vocab, [merge[-1] for merge in merges], unk_token=unknown, fuse_unk=True, byte_fallback=fallback
-    )
-    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    replace = normalizers.Replace(" ", SPACE)
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
-    steps: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
-    return backend
-
-
-def _bpe(path: Path, vocab: dict[str, int], merges: list[Any], **options: Any) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer(models.BPE(vocab, merges, **options))
-    except Exception as error:  # the library raises nothing narrower
-        raise ModelError(f"{path}: the tokenizer's merges do not fit its vocabulary: {error}") from error
-
-
-def _surround(
-    vocab: dict[str, int], names: dict[str, str], before: list[str], after: list[str], path: Path
-) -> processors.PostProcessor:
-    for name in before + after:
-        if name not in names:
-            raise ModelError(f"{path}: the tokenizer adds {name}, but the GGUF metadata do not say which that is")
-    pattern = [*(names[name] for name in before), "$A", *(names[name] for name in after)]
-    special = [(names[name], vocab[names[name]]) for name in before + after]
-    return processors.TemplateProcessing(single=pattern, special_tokens=special)
