@@ -141,9 +141,9 @@ async def test_cancelling_complete_cancels_the_call() -> None:
     async def handler(
         request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
-        began.set()
         try:
             yield ANSWER[0]
+            began.set()  # not before: a call cancelled while it is written to never comes back here
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             cancelled.set()
