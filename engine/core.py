@@ -64,10 +64,6 @@ class EngineCore:
         self._computed = 0.0  # when the last result came
         self._born = time.monotonic()
 
-    def renewed(self, scheduler: Scheduler) -> "EngineCore":
-        """A core for another scheduler, with this one's runner; this one must have no work, and get none."""
-        return EngineCore(scheduler, self._runner, overlap=self._overlap)
-
     @property
     def has_work(self) -> bool:
         """Whether a turn would do something."""

@@ -166,7 +166,7 @@ def _rows(runs: Mapping[str, Sequence[Fields]]) -> list[Fields]:
 
 def run(core: EngineCore, scheduler: Scheduler, jobs: Sequence[Job], load: Load) -> tuple[Fields, list[list[int]]]:
     """All jobs at once, to their end: figures, and the answers. Raises: LoadTestError."""
-    core = core.renewed(scheduler)
+    core.scheduler = scheduler
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=load.max_output_len, ignore_eos=True)
     answers: list[list[int]] = [[] for _ in jobs]
     times: list[list[float]] = [[] for _ in jobs]
