@@ -7,6 +7,7 @@ known by their names; any other call is refused unnamed.
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,11 @@ class _Acceptor(cygrpc.AioServer):  # type: ignore[misc]
             refusal.add_done_callback(refusals.discard)
 
 
+def _shows_no_metadata(record: logging.LogRecord) -> bool:
+    """False for the traceback, and the value, of any metadata that are not UTF-8: it may be somebody's key."""
+    return not str(record.msg).startswith("Invalid encoding on")
+
+
 async def _refused(call: Any) -> None:
     context = cygrpc._ServicerContext(call, None, None, asyncio.get_running_loop())
     with contextlib.suppress(grpc.aio.AbortError, grpc.aio.InternalError):  # the latter: the caller has gone
@@ -37,6 +43,8 @@ async def _refused(call: Any) -> None:
 
 class AioServer(Server):
     """As grpc.aio.server makes it; but of handlers only registered ones are served."""
+
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_shows_no_metadata)
 
     def __init__(self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]) -> None:
         """To be made within the event loop that it serves in."""

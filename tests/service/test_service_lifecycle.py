@@ -116,14 +116,15 @@ async def test_who_watches_health_without_reading_holds_up_nobody(make_core, ser
         writer.close()
 
 
-async def call_by_hand(server, path):
+async def call_by_hand(server, path, further=()):
     """A call with an empty message, by a client whose streams have a window of 0: until its answer has begun."""
     host, port = server.addresses.address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, struct.pack(">HI", 4, 0)))
     fields = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x", b"te": b"trailers"}
     fields[b"content-type"] = b"application/grpc"
-    head = b"".join(b"\0%c%b%c%b" % (len(name), name, len(value), value) for name, value in fields.items())
+    told = (*fields.items(), *further)
+    head = b"".join(b"\0%c%b%c%b" % (len(name), name, len(value), value) for name, value in told)
     writer.write(frame(1, 4, 1, head) + frame(0, 1, 1, bytes(5)))
     while (at := await reader.readexactly(9))[3] != 1:
         await reader.readexactly(int.from_bytes(at[:3], "big"))
@@ -473,6 +474,15 @@ async def test_whatever_is_called_the_server_serves_on(make_core, serving):
             (await call_by_hand(server, path)).close()
         assert await code_of(server.channel.unary_unary("/\xff")(b"")) is grpc.StatusCode.UNIMPLEMENTED
         assert (await server.stub.GetModel(pb.GetModelRequest())).max_model_len == 4096
+
+
+async def test_metadata_that_are_no_text_are_not_logged(make_core, serving, caplog):
+    async with serving(make_core(), api_keys=("s3cret",)) as server:
+        bad = [(b"authorization", b"Bearer s3cret\xff"), (b"x-request-id", b"\xff")]
+        (await call_by_hand(server, f"/{INFERENCE}/GetModel".encode(), bad)).close()
+        assert (await server.stub.GetModel(pb.GetModelRequest(), metadata=KEY)).max_model_len == 4096
+    assert "s3cret" not in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 async def test_a_burst_of_calls_is_answered(make_core, serving):
