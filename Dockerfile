@@ -37,7 +37,7 @@ ENV FULCRUM_CACHE=/cache HF_HOME=/cache/huggingface TRITON_CACHE_DIR=/cache/trit
 VOLUME ["/cache"]
 EXPOSE 8000 50051
 
-# For the gateway's side; deploy/ has the engine's.
+# For the gateway's side; deploy/ has the engine's. (podman and buildah leave it out, unless they build with --format docker.)
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 STOPSIGNAL SIGTERM

@@ -169,6 +169,7 @@ def test_the_documented_containers() -> None:
     _, run, compose, apply = (shlex.split(line, comments=True) for line in text.split("```")[1].splitlines()[1:])
     grace = main.commands["serve"].make_context("serve", []).params["grace"]
     assert float(run[run.index("--stop-timeout") + 1]) >= grace + STOP_SECONDS, "of itself it is 10 s"
+    assert "--init" in run, "what a killed engine leaves would stay as zombies of ours"
     published = [run[at + 1] for at, word in enumerate(run) if word == "-p"]
     assert published == ["127.0.0.1:8000:8000", "127.0.0.1:50051:50051"]
     assert f"fulcrum:{IMAGE['FULCRUM_CACHE']}" in run
