@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _SYNC_SECONDS = 1.0
 _FAULTS_TOLD = 20
 
@@ -173,7 +173,7 @@ def _row(line: bytes) -> Row:
     if fields.get("method") != "POST":
         raise ValueError("method must be POST")
     if url not in URLS:
-        raise ValueError(f"url must be {' or '.join(URLS)}")
+        raise ValueError(f"url must be one of {', '.join(URLS)}")
     if not isinstance(body, dict):
         raise ValueError("body must be a JSON object")
     if body.get("stream"):

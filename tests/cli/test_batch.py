@@ -25,7 +25,7 @@ from cli.batch import _WAITS
 from cli.batch_file import Answers, BatchFileError, Requests
 from cli.main import main
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 Reply = tuple[int, dict[str, str], bytes]
 
 
@@ -71,6 +71,8 @@ def test_killed_and_resumed_it_answers_every_row_once_as_single_requests_are(
         for number in range(8)
     ]
     rows += [line("bad", prompt="x", temperature=3), line("urgent", prompt="x", **greedy, priority=5)]
+    response = {"input": "x", "max_output_tokens": 80} | {name: greedy[name] for name in greedy if name != "max_tokens"}
+    rows += [line("response", RESPONSES, **response)]
     rows += [line("other", CHAT, messages=[{"role": "user", "content": "x"}], model="gpt-4o")]
     source, target = write(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
     command = ["batch", source, target, f"--model={tiny_model}", *settings, "--max-concurrency=2"]
@@ -94,7 +96,7 @@ def test_killed_and_resumed_it_answers_every_row_once_as_single_requests_are(
 
     resumed = fulcrum(*command)  # with an engine of its own
     assert resumed.wait() == 0, resumed.log.read_text()
-    resumed.expect(r"(27 rows: 27 answered, 2 of them with an error, 0 left)")
+    resumed.expect(r"(28 rows: 28 answered, 2 of them with an error, 0 left)")
     after = target.read_bytes()
     assert after.startswith(whole)
     answers = read(target)
@@ -109,16 +111,20 @@ def test_killed_and_resumed_it_answers_every_row_once_as_single_requests_are(
             expected, body = single.json(), response["body"]
             assert response["status_code"] == single.status_code
             assert response["request_id"]
-            for name in ("choices", "error", "model", "object"):
+            for name in ("choices", "error", "model", "object", "incomplete_details"):
                 assert body.get(name) == expected.get(name), row["custom_id"]
-            if single.status_code == 200:
+            texts = [[item["content"] for item in each.get("output", ())] for each in (body, expected)]
+            assert texts[0] == texts[1]
+            if row["url"] == RESPONSES:
+                assert body["usage"]["output_tokens"] == 80
+            elif single.status_code == 200:
                 assert len(body["choices"]) == row["body"].get("n", 1)
                 assert body["usage"]["completion_tokens"] == 80 * len(body["choices"])
     assert [by_id[name]["status_code"] for name in ("bad", "other", "urgent")] == [400, 404, 200]
 
     again = CliRunner().invoke(main, [str(each) for each in (*command, "--fail-on-error")])
     assert (again.exit_code, target.read_bytes()) == (1, after)
-    assert "27 answered, 2 of them with an error" in again.stdout
+    assert "28 answered, 2 of them with an error" in again.stdout
 
 
 # ------------------------------------------------------------------------------------------- another's server
@@ -352,7 +358,7 @@ def test_ctrl_c_keeps_what_is_there(fulcrum, tmp_path: Path) -> None:
         (line(""), "custom_id must be a string, and not empty"),
         (line(7), "custom_id must be a string, and not empty"),
         (line("b") | {"method": "GET"}, "method must be POST"),
-        (line("b", "/v1/embeddings"), "url must be /v1/chat/completions or /v1/completions"),
+        (line("b", "/v1/embeddings"), "url must be one of /v1/chat/completions, /v1/completions, /v1/responses"),
         (line("b") | {"url": ["x"]}, "url must be"),
         (line("b") | {"body": "x"}, "body must be a JSON object"),
         (line("b", stream=True), "body.stream must not be true"),
