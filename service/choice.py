@@ -1,6 +1,7 @@
 """One continuation of a request: token ids in, serialized Deltas and Finished out. Knows no RPC, no engine process."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -25,6 +26,7 @@ _ENOUGH = ""
 _PLACES: dict[type[Event], int] = {Reasoning: 0, Content: 1, CallStart: 2, Arguments: 2}
 
 
+@dataclass(eq=False, slots=True)
 class Choice:
     """Turns one index's tokens into messages.
 
@@ -42,31 +44,16 @@ class Choice:
         reason: the same as the caller is told it.
     """
 
-    __slots__ = (
-        "_events",
-        "_parser",
-        "_plan",
-        "_text",
-        "_tokenizer",
-        "finish",
-        "index",
-        "reason",
-        "reasoned",
-        "tokens",
-    )
-
-    def __init__(
-        self, index: int, plan: Plan, text: TextStream | None, tokenizer: Tokenizer, parser: OutputParser
-    ) -> None:
-        self.index = index
-        self.tokens = self.reasoned = 0
-        self.finish: FinishReason | None = None
-        self.reason = pb.FINISH_REASON_UNSPECIFIED
-        self._plan = plan
-        self._text = text
-        self._tokenizer = tokenizer
-        self._parser = parser
-        self._events: list[Event] = []  # not told yet
+    index: int
+    plan: Plan
+    text: TextStream | None
+    tokenizer: Tokenizer
+    parser: OutputParser
+    tokens: int = 0
+    reasoned: int = 0
+    finish: FinishReason | None = None
+    reason: pb.FinishReason = pb.FINISH_REASON_UNSPECIFIED
+    _events: list[Event] = field(default_factory=list)  # not told yet
 
     def take(self, output: SequenceOutput) -> list[bytes]:
         """The messages that these tokens make: none while the text lags, one Delta, and Finished at the end.
@@ -79,18 +66,18 @@ class Choice:
         if finish is FinishReason.ABORT:
             raise ApiError(grpc.StatusCode.ABORTED, "ABORTED", "the request was aborted")
         if finish is FinishReason.GRAMMAR:
-            asked = self._plan.constraint
+            asked = self.plan.constraint
             raise invalid_grammar(
                 "chat.tools" if asked is None else asked.kind,
                 "it allows nothing more here, or takes too long to follow",
             )
         if finish is FinishReason.ERROR:
             raise ApiError(grpc.StatusCode.INTERNAL, "STEP_FAILED", "the engine could not compute this request")
-        if self._plan.max_tokens == 0:  # the engine always draws one
+        if self.plan.max_tokens == 0:  # the engine always draws one
             ids, finish = [], FinishReason.LENGTH
         text, stop = "", None
-        if self._text is not None:
-            text, stop, used = self._read(self._text, ids, finish)
+        if self.text is not None:
+            text, stop, used = self._read(self.text, ids, finish)
             if stop is not None:
                 ids, finish = ids[:used], FinishReason.STOP_STRING
         self.tokens += len(ids)
@@ -104,10 +91,10 @@ class Choice:
 
     def _read(self, stream: TextStream, ids: Sequence[int], finish: FinishReason | None) -> tuple[str, str | None, int]:
         """The text of these ids, the stop string that ended it, and how many ids it took. What is parsed is no text."""
-        parser, text = self._parser, ""
+        parser, text = self.parser, ""
         if finish is None and len(ids) == 1 and parser.idle:  # as it nearly always is
             return *stream.step(ids[0]), 1
-        hidden = finish in _STOPPED_BY_TOKEN and not self._plan.include_stop
+        hidden = finish in _STOPPED_BY_TOKEN and not self.plan.include_stop
         for position in range(len(ids) - hidden):
             piece, stop = stream.step(ids[position])
             if parser.idle:
@@ -132,18 +119,18 @@ class Choice:
         self, ids: Sequence[int], records: bytes | bytearray, finish: FinishReason | None
     ) -> list[pb.TokenLogprob]:
         """The logprobs of these ids, the last of which has ended the text if it did."""
-        found = token_logprobs(self._tokenizer, ids, records, self._plan.job.params.top_logprobs or 0)
-        skipped = self._text.skipped if self._text is not None else ()
+        found = token_logprobs(self.tokenizer, ids, records, self.plan.job.params.top_logprobs or 0)
+        skipped = self.text.skipped if self.text is not None else ()
         for one in found:
             one.hidden = one.token_id in skipped
-        if found and finish in _STOPPED_BY_TOKEN and not self._plan.include_stop:
+        if found and finish in _STOPPED_BY_TOKEN and not self.plan.include_stop:
             found[-1].hidden = True
         return found
 
     def _deltas(self, text: str, ids: Sequence[int], logprobs: Sequence[pb.TokenLogprob]) -> list[bytes]:
         """The Deltas of what was read and of these tokens, if there is something to say."""
-        told = ids if self._plan.token_ids else ()
-        if not self._plan.text:
+        told = ids if self.plan.token_ids else ()
+        if not self.plan.text:
             text = ""
         events = [event for event in self._events if not isinstance(event, CallEnd)]
         self._events.clear()
@@ -165,7 +152,7 @@ class Choice:
         if finish is FinishReason.LENGTH:
             finished.reason = pb.FINISH_REASON_LENGTH
             return finished
-        if self._parser.calls:
+        if self.parser.calls:
             finished.reason = pb.FINISH_REASON_TOOL_CALLS
             return finished
         finished.reason = pb.FINISH_REASON_STOP
