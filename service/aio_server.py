@@ -44,10 +44,9 @@ async def _refused(call: Any) -> None:
 class AioServer(Server):
     """As grpc.aio.server makes it; but of handlers only registered ones are served."""
 
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_shows_no_metadata)
-
     def __init__(self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]) -> None:
-        """To be made within the event loop that it serves in."""
+        """To be made within the event loop that it serves in. From then on grpcio's log shows no metadata."""
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_shows_no_metadata)  # once, however many servers there are
         # In the place of the inherited one, whose own acceptor, let go without use, is logged when it is freed already.
         self._loop = asyncio.get_running_loop()
         self._server = _Acceptor(self._loop, None, (), tuple(interceptors), tuple(options), None)
