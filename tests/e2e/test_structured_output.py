@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import re
 from typing import Annotated, Any, Literal
 
@@ -168,9 +169,9 @@ async def test_over_grpc_tokens_say_the_same_as_the_text(engine: rpc.InferenceSe
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 async def test_schemas_of_the_benchmark(client: openai.AsyncOpenAI, data_file: Any) -> None:
-    """Of real schemas every output validates that ended by itself, and at least half end within 256 tokens."""
+    """Of a tenth of all schemas each output that ended by itself is valid, and at least half end within 256 tokens."""
     rows = [json.loads(line) for line in data_file("jsonschemabench.jsonl").read_text().splitlines()]
-    schemas = [row["schema"] for row in rows if row["group"] in ("Glaiveai2K", "BFCL", "JME")][::6]
+    schemas = [row["schema"] for row in random.Random(1).sample(rows, len(rows) // 10)]
     slots = asyncio.Semaphore(8)
 
     async def one(schema: Any) -> str | None:
