@@ -171,7 +171,7 @@ engine_settings = together(
     setting("max_model_len", "Most tokens of prompt and completion.", type=int, show_default="the model's"),
     setting("page_size", "Tokens in a page of the KV pool."),
     setting("max_num_seqs", "Most sequences in one step.", type=int, show_default="256; 1024 on CUDA"),
-    setting("max_num_batched_tokens", "Token budget of one step.", type=int, show_default="2048; 1152 on CUDA"),
+    setting("max_num_batched_tokens", "Token budget of one step.", type=int, show_default="512; 1152 on CUDA"),
     setting("scheduler", "static: the naive baseline, kept to measure against."),
     setting("prefix_cache", "Share the pages of equal prefixes."),
     setting("chunked_prefill", "Compute long prompts beside decodes, in pieces."),
