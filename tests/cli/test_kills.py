@@ -222,10 +222,17 @@ class Served:
         return streams
 
     def counted(self) -> float:
-        """Calls of Generate that have ended well, by the engine's metrics."""
+        """Calls of Generate that have ended well, by metrics that a process just started may not serve yet."""
         name = 'fulcrum_service_calls_total{code="OK",method="Generate"}'
-        lines = httpx.get(self.metrics, timeout=30).text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+        pages: list[str] = []
+
+        def told() -> bool:
+            with contextlib.suppress(httpx.ConnectError):
+                pages.append(httpx.get(self.metrics, timeout=30).text)
+            return bool(pages)
+
+        until(told, BACK, "nobody serves the metrics")
+        return sum(float(line.rpartition(" ")[2]) for line in pages[0].splitlines() if line.startswith(name))
 
 
 @pytest.fixture(scope="module")
