@@ -286,7 +286,8 @@ class GpuRunner:
         if self._record:
             for key in self._trial_keys():
                 self._graphs.record(key, partial(self._launch, *key))
-            taken += (self._taken() - taken) * len(self._graph_keys()) // len(self._graphs)
+            # Another process on the device may give memory back meanwhile: that is not multiplied.
+            taken += max(0, self._taken() - taken) * len(self._graph_keys()) // len(self._graphs)
             self._graphs = Graphs()
         logits = _PROCESSED_COPIES * self._adjusted.nbytes if self._processors else 0
         logits += _LOGPROB_BYTES * SLICE * self.model_config.vocab_size

@@ -12,9 +12,10 @@ run() {
     echo "== $*"
     "$@" || failed=1
 }
-# Most of a kernel's test is its compilation, and those of engines measure the whole device's memory.
-run python -m pytest -q -n 8 -m "not full" tests/kernels tests/engine/model
+# Most of a kernel's test is its compilation; those of engines measure the whole device's memory, one process at a time.
+run python -m pytest -q -n 8 -m "not full" tests/kernels
 run python -m pytest -q -m "not full" tests/gpu
+run python -m pytest -q -m "not full" tests/engine/model
 if command -v compute-sanitizer > /dev/null; then
     run compute-sanitizer --tool memcheck --target-processes all python -m pytest -q -n 8 -m "not full" tests/kernels
 fi

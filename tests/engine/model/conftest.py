@@ -1,5 +1,6 @@
 """What the tests of the model path share: tiny random models made by transformers, and a driver of hand-built steps."""
 
+import gc
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -234,5 +235,7 @@ def budget() -> int:
     """A `memory_budget` for a small engine; that of a device counts all that is in use there, by other tests too."""
     if not torch.cuda.is_available():
         return 4 << 20
+    gc.collect()
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     return total - free + (6 << 30)

@@ -28,20 +28,20 @@ def clean_device() -> None:
         ("qwen3", {"head_dim": 128, "num_key_value_heads": 1}),
     ],
 )
-def test_equals_transformers(family, config, model_at, prompts, tools):
+def test_equals_transformers(family, config, model_at, prompts, tools, budget):
     """Float32 on the GPU against transformers on the CPU, in mixed chunked steps, with NaN in every stale page."""
     folder, model = model_at(family, **config)
-    runner = tools.make_runner(folder, device="cuda", memory_budget=1 << 30)
+    runner = tools.make_runner(folder, device="cuda", memory_budget=budget)
     runner.warm_up()
     tools.poison(runner)
     outputs = tools.Driver(runner).generate(prompts, 24, chunk=40, stagger=2)
     assert outputs == [tools.oracle(model, p, o) for p, o in zip(prompts, outputs, strict=True)]
 
 
-def test_launch_ahead(llama, tools):
+def test_launch_ahead(llama, tools, budget):
     """Steps launched before the ones before them are collected."""
     folder, model = llama
-    runner = tools.make_runner(folder, device="cuda", memory_budget=1 << 30)
+    runner = tools.make_runner(folder, device="cuda", memory_budget=budget)
     output = tools.Driver(runner).generate_ahead([1, 2, 3], 12)
     assert output == tools.oracle(model, [1, 2, 3], output)
 
