@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -17,6 +16,7 @@ from engine.config import EngineConfig
 from engine.process import CoreProcess
 from service.config import ServiceConfig
 from service.server import BoundAddresses, serve
+from telemetry.garbage import collect_rarely
 
 Ready = Callable[[EngineReport], None]
 
@@ -104,9 +104,7 @@ async def serve_core(
         return
 
     def report(bound: BoundAddresses) -> None:
-        # What was made until now lives as long as the process: the collector need not look at it again.
-        gc.collect()
-        gc.freeze()
+        collect_rarely()
         sys.setswitchinterval(0.001)  # a thread that renders a long chat lets the streams go on so soon
         own = [] if bound.own_address is None else [bound.own_address]
         of_core = {each.name for each in fields(EngineReport)} & set(client.info.__struct_fields__)

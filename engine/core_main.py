@@ -4,7 +4,6 @@ Standard input brings the settings as one line of JSON and then stays open: its 
 Standard output carries one line of JSON when the socket listens, or why it never will.
 """
 
-import gc
 import json
 import logging
 import os
@@ -16,6 +15,7 @@ from typing import TextIO
 from engine.model.errors import ModelError
 from engine.process import config_from_json
 from engine.watchdog import Watchdog
+from telemetry.garbage import collect_rarely
 from telemetry.logs import formatter
 
 logger = logging.getLogger(__name__)
@@ -50,9 +50,7 @@ def main() -> int:
     server = CoreServer(core, info, Path(sys.argv[1]), lifeline=sys.stdin.buffer, watchdog=watchdog)
     # A service manager sends it to all processes at once: the parent drains first, and needs the core for that.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # What exists now lives as long as the process: the collector need not look at it again.
-    gc.collect()
-    gc.freeze()
+    collect_rarely()
     _answer(reply, error=None)
     server.run()
     return 0

@@ -26,7 +26,7 @@ class RequestStream:
         self._open_indexes = set(range(request.params.n))
         self._start: RequestStart | None = None
         self._pending: dict[int, SequenceOutput] = {}
-        self._news = asyncio.Event()
+        self._news: asyncio.Future[None] | None = None  # what the reader waits for
         self._error: Exception | None = None
 
     @property
@@ -49,8 +49,8 @@ class RequestStream:
                 raise self._error
             if self.ended:
                 raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
 
     def _piece(self, output: SequenceOutput) -> SequenceOutput:
         """The beginning of what a slow reader has left; the rest is pending again."""
@@ -70,7 +70,7 @@ class RequestStream:
         """Called by the client: the first step has been scheduled."""
         if self.accepted.done():
             self._start = start
-            self._news.set()
+            self._wake()
 
     def put(self, output: SequenceOutput) -> None:
         """Called by the client: tokens have come."""
@@ -91,15 +91,19 @@ class RequestStream:
             earlier.finish = output.finish
         if output.finish is not None:
             self._open_indexes.discard(output.index)
-        self._news.set()
+        self._wake()
 
     def end_index(self, index: int) -> None:
         """Nothing more is wanted of this index."""
         self._open_indexes.discard(index)
         self._pending.pop(index, None)
-        self._news.set()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         """Called by the client: the core is gone."""
         self._error = error
-        self._news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)

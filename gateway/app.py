@@ -1,7 +1,6 @@
 """Puts the application together: routes, middleware, error answers, and the engines' connections for its lifetime."""
 
 import asyncio
-import gc
 import logging
 import sys
 from collections.abc import AsyncIterator
@@ -21,6 +20,7 @@ from gateway.live import FILES, Page
 from gateway.metrics import Metrics
 from gateway.routes import VERSION, Routes
 from telemetry.expiry import Certificates
+from telemetry.garbage import collect_rarely, forget_frames
 from telemetry.tracing import Tracer
 
 logger = logging.getLogger(__name__)
@@ -39,9 +39,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         watch = asyncio.create_task(certificates.watch())
         async with pool:
-            # What was made until now lives as long as the process: the collector need not look at it again.
-            gc.collect()
-            gc.freeze()
+            collect_rarely()
             sys.setswitchinterval(0.001)  # a thread that checks a large body lets the streams go on so soon
             yield
         watch.cancel()
@@ -87,6 +85,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
 async def on_api_error(request: Request, error: Exception) -> Response:
     """Any error that the gateway knows."""
     assert isinstance(error, ApiError)
+    forget_frames(error)
     return error.response()
 
 
@@ -101,6 +100,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 async def on_disconnect(request: Request, error: Exception) -> Response:
     """Nobody is left to read this; it is for the counters."""
+    forget_frames(error)
     return Response(status_code=CLIENT_GONE)
 
 

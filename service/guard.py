@@ -20,6 +20,7 @@ from service.errors import ApiError, Violation, engine_dead, invalid
 from service.figures import Figures
 from service.record import label_of
 from service.wire import field_beyond, serialized
+from telemetry.garbage import forget_frames
 from telemetry.logs import about
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,10 @@ class Guard(grpc.aio.ServerInterceptor):
             except grpc.aio.InternalError as error:
                 # The caller went while it was answered. To grpc, which logs it with a traceback, that were a fault.
                 raise asyncio.CancelledError from error
+            except grpc.aio.AbortError as error:
+                forget_frames(error)  # grpc keeps it in a ring with the call
+                del payload
+                raise
 
         async def answered(payload: bytes, context: Context) -> Any:
             code = "OK"

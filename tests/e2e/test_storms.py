@@ -252,3 +252,24 @@ async def test_connections_that_are_dropped_leave_nothing(stormed: Any, connecti
     async with httpx.AsyncClient(base_url=stormed.http, timeout=60) as client:
         answer = await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 3, "ignore_eos": True})
     assert answer.json()["usage"]["completion_tokens"] == 3
+
+
+async def test_long_prompts_that_are_refused_are_not_kept(stormed: Any) -> None:
+    """An error knows the frames it passed, and they the message: whoever keeps one in a ring keeps the other."""
+    text, prompts = "hello " * 700_000, 40
+    grown = []
+    async with (
+        grpc.aio.insecure_channel(stormed.grpc) as channel,
+        httpx.AsyncClient(base_url=stormed.http, timeout=60) as client,
+    ):
+        service = InferenceServiceStub(channel)
+        for count in (4, prompts):  # the first make pools of memory
+            before = stormed.resident()
+            for _ in range(count):
+                answer = await client.post("/v1/completions", json={"prompt": text})
+                assert answer.status_code == 400
+                with pytest.raises(grpc.aio.AioRpcError, match="maximum context length"):
+                    await service.Generate(pb.GenerateRequest(text=text)).read()
+            grown.append(stormed.resident() - before)
+    logger.info("memory grew by %s MB", grown)
+    assert grown[-1] < 2 * GROWTH_MB

@@ -96,7 +96,8 @@ def test_an_administrator_sees_it_and_others_do_not(http, engine, kit, admin, st
         assert (first["pages"], first["total_nodes"]) == ("0112", 2)
         assert first["nodes"] == [[0, 2, 1, 5, 0], [1, 1, 0, 3, 1]]
         with http.stream("GET", f"{url}/page/live", headers=ops) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()  # let go, it would end the stream
+            next(lines)
             assert admin.watchers == 1
         kit.wait_until(lambda: admin.watchers == 0, what="the relay to end with its browser")
 
