@@ -26,7 +26,17 @@ from loadtest.environment import environment
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
 # Decodes, tokens of a chunk, tokens before the chunk.
-_MIXED = ((0, 256, 0), (0, 2048, 0), (64, 192, 0), (128, 384, 0), (128, 896, 0), (256, 768, 0), (0, 1536, 6144))
+_MIXED = (
+    (0, 256, 0),
+    (0, 2048, 0),
+    (64, 192, 0),
+    (128, 384, 0),
+    (128, 896, 0),
+    (256, 768, 0),
+    (0, 1152, 3456),
+    (0, 1536, 6144),
+)
+_PROFILED = ((1, 0, 0), (8, 0, 0), (128, 0, 0), (256, 768, 0), (0, 1152, 3456))
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, seed=0, ignore_eos=True)
 
 
@@ -188,11 +198,18 @@ def main(model: Path, output: Path, batches: str, context: int, profiled: bool, 
             continue
         runner.collect(runner.launch(rows.init([context] * decodes + [prefix + chunk], GREEDY)))
         measure(f"mixed {decodes} + {chunk} after {prefix}", mixed_steps(rows, decodes, context, chunk, prefix, 12))
-    for decodes, chunk in ((1, 0), (8, 0), (128, 0), (256, 768)) if profiled else ():
-        name = f"{decodes} decodes" + (f" and a chunk of {chunk}" if chunk else "")
-        runner.collect(runner.launch(rows.init([context] * decodes + [chunk] * bool(chunk), GREEDY)))
-        made = mixed_steps(rows, decodes, context, chunk, 0, 10) if chunk else decode_steps(rows, decodes, context, 10)
-        least = floors(runner, decodes, context, chunk, 0)
+    for decodes, chunk, prefix in _PROFILED if profiled else ():
+        name = " and ".join(
+            [f"{decodes} decodes"] * bool(decodes)
+            + [f"a chunk of {chunk:,}" + f" after {prefix:,}" * bool(prefix)] * bool(chunk)
+        )
+        runner.collect(runner.launch(rows.init([context] * decodes + [prefix + chunk] * bool(chunk), GREEDY)))
+        made = (
+            mixed_steps(rows, decodes, context, chunk, prefix, 10)
+            if chunk
+            else decode_steps(rows, decodes, context, 10)
+        )
+        least = floors(runner, decodes, context, chunk, prefix)
         for group, (us, calls) in sorted(kernel_times(rows, made).items(), key=lambda entry: -entry[1][0]):
             entry = {"step": name, "kernels": group, "us": us, "launches": calls, "floor_us": least.get(group)}
             record["kernels"].append(entry)
