@@ -21,6 +21,7 @@ if command -v compute-sanitizer > /dev/null; then
 fi
 run python tests/gpu/bench_attention.py --output "$results/attention.json"
 run python tests/gpu/bench_sampling.py --output "$results/sampling.json"
+run python tests/gpu/bench_products.py "$model" --output "$results/products.json"
 run python tests/gpu/bench_steps.py "$model" --output "$results/steps.json"
 run python -m loadtest.suite "$model" --repeat 3 --workers 4 --gate --sharegpt "$sharegpt" --result-dir "$results"
 run python -m loadtest.suite "$model" --rows card24 --workers 4 --result-dir "$results"
