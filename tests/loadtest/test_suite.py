@@ -82,11 +82,11 @@ def test_rows_run_from_start_to_table(tiny_model, tmp_path, small_rows, sharegpt
 
 def test_mixed_row_watches_the_server(tiny_model, tmp_path, small_rows):
     small_rows(card24={"count": 1000, "lengths": (100, 300), "concurrency": 4, "options": ("--memory-budget=1MiB",)})
-    ran = run(tiny_model, "--rows=card24", f"--result-dir={tmp_path}", "--seconds=2", "--workers=1", "--", *CPU)
+    ran = run(tiny_model, "--rows=card24", f"--result-dir={tmp_path}", "--seconds=4", "--workers=1", "--", *CPU)
     assert ran.exit_code == 0, ran.output
     fields = read_result(tmp_path / "card24-1.json")
-    assert 4 <= fields["completed"] == fields["num_prompts"] < 3000
-    assert 2 <= fields["duration"] < 20
+    assert 4 <= fields["completed"] == fields["num_prompts"] < 5000  # ended by the time, not by the count
+    assert 4 <= fields["duration"] < 20
     # A page holds 16 tokens of k and v, of 2 layers, 2 heads of 16 values, 4 bytes each: 8 KiB.
     assert fields["pages_at_end"]["total_pages"] == 2**20 // (16 * 2 * 2 * 2 * 16 * 4)
     assert fields["pages_at_end"]["used_pages"] == 0
