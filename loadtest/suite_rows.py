@@ -61,6 +61,8 @@ _7K_IDS = "7,680 in (token ids), 64 out, concurrency 1"
 _LONG = "7,168 in, 512 out, 50 at once"
 _2000 = "sg, 2,000 at once, 4 API processes"
 _CARD = "24 GiB, 64 in flight, mean 2,800 tokens, longest 8,192"
+# More rows than requests in flight would take room from the KV pool: 1,024, as usual, some 800 pages of it.
+_CARD_OPTIONS = ("--memory-budget=24GiB", "--max-num-seqs=64")
 _ALL = (
     *(_random(concurrency) for concurrency in (1, 8, 32, 64, 128, 256)),
     Row("rnd7k-text", _7K, "random", 3, (7680, 64), concurrency=1, seed=7000),
@@ -72,7 +74,7 @@ _ALL = (
     # The reference's ran on a server of its own, so it begins with an empty cache.
     Row("sg-2000", _2000, "sharegpt", 2000, seed=0, oversample=True, fresh=False),
     *map(_beyond, (64, 96, 128)),
-    Row("card24", _CARD, "mixed", 16, (2800, 8192), concurrency=64, options=("--memory-budget=24GiB",), reference=""),
+    Row("card24", _CARD, "mixed", 16, (2800, 8192), concurrency=64, options=_CARD_OPTIONS, reference=""),
 )
 ROWS: dict[str, Row] = {row.key: row for row in _ALL}
 
@@ -135,14 +137,17 @@ def gate(figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def mixed_lengths(count: int, mean: int, longest: int, seed: int) -> list[tuple[int, int]]:
-    """(prompt, completion) tokens whose sum is log-normal, cut at `longest`, which about one in twenty reaches.
+    """(prompt, completion) tokens: the sums of one in a hundred are `longest`, those of the others log-normal.
 
-    The mean holds where longest / mean is near 3. Completions are drawn apart from the sum, so that long requests stay
-    no longer than others: what runs together has the mean of what is sent.
+    Completions are drawn apart from the sums, so that long requests stay no longer than others: what runs together has
+    the mean of what is sent.
     """
     generator = np.random.default_rng(seed)
-    # A log-normal's mean is exp(mu + sigma^2 / 2); what the cut takes away is given back: 0.065, found by integration.
-    sums = np.exp(generator.normal(math.log(mean) - 0.8**2 / 2 + 0.065, 0.8, count)).clip(longest / 64, longest)
+    share, sigma = 0.01, 0.3
+    others = (mean - share * longest) / (1 - share)
+    # A log-normal's mean is exp(mu + sigma^2 / 2).
+    sums = np.exp(generator.normal(math.log(others) - sigma**2 / 2, sigma, count)).clip(longest / 64, longest)
+    sums[generator.random(count) < share] = longest
     outputs = generator.uniform(longest / 64, longest / 16, count).clip(1, sums / 2)
     return [(int(total) - int(output), int(output)) for total, output in zip(sums, outputs, strict=True)]
 
