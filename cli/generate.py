@@ -43,10 +43,11 @@ def _stream(text: str, params: Params, served: ServedModel, llm: LLM) -> None:
     else:
         request = chat_request([*system(params), ("user", text)], **fields(params))
     asked = plan(request, llm.info, served.defaults, Caller("", None))
+    window = llm.info.max_model_len
     if params["raw"]:
-        prompt = asyncio.run(served.prompts.text(text, add_special_tokens=True))
+        prompt = asyncio.run(served.prompts.text(text, add_special_tokens=True, window=window))
     else:
-        prompt = asyncio.run(served.prompts.chat(request.chat)).ids
+        prompt = asyncio.run(served.prompts.chat(request.chat, window=window)).ids
     job = fit(asked, prompt, "text" if params["raw"] else "chat", llm.info)
     stream = served.text_stream(asked, after_prompt=params["raw"])
     choice = Choice(0, asked, stream, served.prompts.tokenizer, OutputParser(None, None))

@@ -77,9 +77,7 @@ class Prompts:
         working.add_done_callback(leave)  # the thread goes on, also when nobody waits for it any more
         return await asyncio.wrap_future(working)
 
-    async def text(
-        self, text: str, *, add_special_tokens: bool, window: int | None = None, turn: str = ""
-    ) -> list[int]:
+    async def text(self, text: str, *, add_special_tokens: bool, window: int, turn: str = "") -> list[int]:
         """Token ids of a plain text.
 
         Raises ApiError INVALID_ARGUMENT: also for a text that is too long for `window` tokens whatever they are, before
@@ -88,7 +86,7 @@ class Prompts:
         encode = partial(self._encode, text, "text", window, add_special_tokens=add_special_tokens)
         return await self.run(encode, len(text), turn=turn)
 
-    async def chat(self, chat: pb.Chat, *, window: int | None = None, turn: str = "") -> Prompt:
+    async def chat(self, chat: pb.Chat, *, window: int, turn: str = "") -> Prompt:
         """Renders and tokenizes a chat.
 
         Raises ApiError INVALID_ARGUMENT (also TEMPLATE_ERROR), FAILED_PRECONDITION (TOOLS_UNSUPPORTED).
@@ -99,9 +97,9 @@ class Prompts:
         """Lets the threads go."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _chat(self, chat: pb.Chat, window: int | None) -> Prompt:
+    def _chat(self, chat: pb.Chat, window: int) -> Prompt:
         count = len(chat.messages)
-        if window is not None and count > window:  # each is a token at least
+        if count > window:  # each is a token at least
             raise window_exceeded("chat", window, f"the chat has {count} messages", prompt_tokens=count)
         messages, tools, variables = _read_chat(chat)
         if tools:
@@ -154,13 +152,13 @@ class Prompts:
         arguments = {tool.name: schemas[tool.name] if held and tool.strict else {} for tool in chat.tools}
         return Reading(reasoning, opened, calls, arguments, parallel, thinks)
 
-    def _encode(self, text: str, field: str, window: int | None, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, field: str, window: int, *, add_special_tokens: bool) -> list[int]:
         fewest = self.tokenizer.fewest_tokens(text)
-        if window is not None and fewest > window:
+        if fewest > window:
             raise window_exceeded(field, window, f"the prompt has more than {fewest}", prompt_tokens=fewest)
         try:
             # A million tokens take a second, and a hundred megabytes.
-            if window is not None and len(text) > _DENSE * window and self.tokenizer.exceeds(text, window * 9 // 8):
+            if len(text) > _DENSE * window and self.tokenizer.exceeds(text, window * 9 // 8):
                 raise window_exceeded(field, window, f"the prompt has more than {window}", prompt_tokens=window)
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except ValueError as error:
