@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -179,7 +178,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, stream: RequestStream, job: Request, choices: list[Choice], record: Record, context: Context
     ) -> pb.Usage:
         """Writes everything between Accepted and Usage; a write waits for a slow reader, the stream merges."""
-        core, write = self.core, context.write
+        core, tokenizer, write = self.core, self.model.prompts.tokenizer, context.write
         running = len(choices)
         told = 1  # the next of the prompt's logprobs
         async for event in stream:
@@ -190,7 +189,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 continue
             for output in event:
                 if output.prompt_logprobs:
-                    for piece in self._prompt_logprobs(job, told, output.prompt_logprobs):
+                    top = job.params.prompt_logprobs or 0
+                    for piece in prompt_pieces(tokenizer, job.prompt, told, output.prompt_logprobs, top):
                         await write(pb.GenerateResponse(prompt_logprobs=piece))
                         told += len(piece.tokens)
                     if not output.token_ids and output.finish is None:
@@ -212,9 +212,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if running:
             raise RuntimeError(f"the engine ended request {record.request_id} with {running} sequences unfinished")
         return record.usage()
-
-    def _prompt_logprobs(self, job: Request, first: int, records: bytes | bytearray) -> Iterator[pb.PromptLogprobs]:
-        return prompt_pieces(self.model.prompts.tokenizer, job.prompt, first, records, job.params.prompt_logprobs or 0)
 
     def _choice(self, index: int, asked: Plan, prompt_field: str, reading: Reading) -> Choice:
         if not asked.text:  # stop strings are looked for all the same
