@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BEGUN = b"\0"  # before every answer
 # Of white space at one place, such as a line break and the indentation after it: small models lose themselves there.
-_MAX_WHITESPACE = 16
+MAX_WHITESPACE = 16
 
 
 class Setup(msgspec.Struct, array_like=True):
@@ -69,10 +69,10 @@ def compiled(compiler: "xgrammar.GrammarCompiler", job: Constraint) -> "xgrammar
     match job.kind:
         case "json_schema":
             schema = core_schema(job.text)
-            source = _strict(Grammar.from_json_schema(schema, strict_mode=False, max_whitespace_cnt=_MAX_WHITESPACE))
+            source = _strict(Grammar.from_json_schema(schema, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE))
         case "json_object":
             schema = '{"type": "object"}'
-            source = Grammar.from_json_schema(schema, strict_mode=False, max_whitespace_cnt=_MAX_WHITESPACE)
+            source = Grammar.from_json_schema(schema, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE)
         case "structural_tag":
             source = _strict(Grammar.from_structural_tag(json.dumps(_with_core_schemas(json.loads(job.text)))))
         case "regex":

@@ -8,13 +8,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from service.grammar_worker import Constraint, alternatives
+from service.grammar_worker import MAX_WHITESPACE, Constraint, alternatives
 from service.parsers.output_parser import Reading
 from service.parsers.think import Think
 from service.parsers.tool_parser import ToolParser
-
-# Of white space at one place in JSON: small models lose themselves there.
-MAX_WHITESPACE = 16
 
 Form = dict[str, Any]
 
