@@ -254,15 +254,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _tojson(value: Any, ensure_ascii: bool = False, **form: Any) -> str:
     # Jinja's own escapes HTML and sorts keys.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(value, ensure_ascii=ensure_ascii, **form)
 
 
 def _raise_exception(message: str) -> NoReturn:
