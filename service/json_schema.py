@@ -80,8 +80,6 @@ def core_schema(text: str) -> str:
         root = json.loads(text, parse_float=_double, parse_int=_whole, parse_constant=_double)
     except (ValueError, RecursionError) as error:
         raise SchemaError("", f"not valid JSON: {error}") from error
-    if not isinstance(root, dict | bool):
-        raise SchemaError("", "a schema is a JSON object, or true or false")
     try:
         return json.dumps(_Rewriter(root).rewritten(), ensure_ascii=False)
     except RecursionError as error:

@@ -49,7 +49,7 @@ def _whole(pieces: list[str]) -> str:
     text = "".join(inner)
     if not first and not text.startswith(".*"):
         text = ".*" + text
-    return text if last or text.endswith((".*",)) else text + ".*"
+    return text if last or text.endswith(".*") else text + ".*"
 
 
 def bounded(pattern: str, low: int, high: int | None) -> str:

@@ -95,7 +95,8 @@ async def serve(
     model = await asyncio.to_thread(ServedModel.load, config)
     authenticator = Authenticator(config.key_ring(), config.max_priority)
     identity = config.identity()
-    figures = _figures(config)
+    own = config.own_address or ""
+    figures = Figures(unix_path(own).with_suffix(SUFFIX) if is_unix(own) else None)
     live = LiveCalls(config.request_timeout)
     grammars = GrammarCompiler(
         model.prompts.tokenizer, core.info.vocab_size, core.info.eos_token_ids, seconds=config.grammar_timeout
@@ -180,11 +181,6 @@ async def _watch_core(core: CoreClient, live: LiveCalls, health: Health) -> None
                 await core.drain()
         logger.warning("the engine core serves again")
         health.set(serving=True)
-
-
-def _figures(config: ServiceConfig) -> Figures:
-    own = config.own_address or ""
-    return Figures(unix_path(own).with_suffix(SUFFIX) if is_unix(own) else None)
 
 
 def _new_server(config: ServiceConfig, guard: Guard) -> grpc.aio.Server:
