@@ -1,8 +1,9 @@
 """The tools of a chat: checked, and in the form that templates know. Knows no output and no token."""
 
-import json
 import re
-from typing import Any, NoReturn
+from typing import Any
+
+import msgspec
 
 from fulcrum.v1 import inference_pb2 as pb
 from service.validate import Violations
@@ -62,11 +63,6 @@ def json_object(text: str) -> dict[str, Any] | None:
     if not text:
         return {}
     try:
-        value = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")

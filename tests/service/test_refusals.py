@@ -100,7 +100,11 @@ BAD_FIELDS = {
     ),
     "lone surrogate in template_kwargs": (
         pb.GenerateRequest(chat=chat({}, template_kwargs_json='{"extra": "\\ud800"}')),
-        "chat",
+        "chat.template_kwargs_json",
+    ),
+    "a number beyond all in template_kwargs": (
+        pb.GenerateRequest(chat=chat({}, template_kwargs_json='{"extra": 1e999}')),
+        "chat.template_kwargs_json",
     ),
     "arguments no JSON": (
         pb.GenerateRequest(chat=chat({}, {"role": "assistant", "tool_calls": [call_of("{,}")]})),
