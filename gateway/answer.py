@@ -41,9 +41,7 @@ class Answer:
         self._open_usages = len(generations)
         self._running = 0
         self._pumps: list[asyncio.Task[None]] = []
-        self._read = self._read_one
         if len(generations) > 1:
-            self._read = self._read_merged
             self._merged: Merged = asyncio.Queue(maxsize=len(generations))
             self._pumps = [
                 asyncio.create_task(pump(number, generation.read, self._merged))
@@ -98,7 +96,7 @@ class Answer:
         Raises: AioRpcError; ApiError 500 when the engine ends well but has left something out.
         """
         while True:
-            number, event = await self._read()
+            number, event = await (self._read_merged() if self._pumps else self._read_one())
             if event is None:
                 if self._open_choices or self._open_usages:
                     raise internal_error()

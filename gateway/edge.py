@@ -83,6 +83,7 @@ class Edge:
                 raise
             await going_down().response()(scope, receive, send_labelled)
         finally:
+            del state["send_body"]  # it leads back to the scope, and the ring would keep the body
             self._ended(scope, CLIENT_GONE if state.get("client_gone") else status, span)
 
     def _ended(self, scope: Scope, status: int, span: Any) -> None:
