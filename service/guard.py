@@ -98,6 +98,7 @@ class Guard(grpc.aio.ServerInterceptor):
                     raise _malformed() from error
                 return await behavior(request, context)
             except (ApiError, CoreDied) as error:
+                forget_frames(error)  # this one holds it as `refusal`
                 refusal = error if isinstance(error, ApiError) else engine_dead()
                 code = refusal.code.name
                 await _abort(context, refusal)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import re
 import shlex
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+import weakref
 from asyncio.subprocess import PIPE
 from pathlib import Path
 from types import SimpleNamespace
@@ -592,6 +594,37 @@ async def test_a_caller_that_goes_while_it_is_refused_is_no_fault():
         await handler.unary_stream(b"", Gone())
     calls = next(metric for metric in figures.metrics() if metric.name == "fulcrum_service_calls")
     assert [(each.labels, each.value) for each in calls.samples] == [({"method": "Generate", "code": "UNAVAILABLE"}, 1)]
+
+
+@pytest.mark.parametrize("gone", [asyncio.CancelledError, grpc.aio.InternalError])
+async def test_a_refusal_that_nobody_hears_keeps_no_message(gone):
+    """The frame that tells an error is in a ring with it, and they hold the message until the collector looks."""
+    messages = []
+
+    class Message:
+        @classmethod
+        def read(cls, payload):
+            messages.append(weakref.ref(message := cls()))
+            return message
+
+    async def abort(code, message, trailers):
+        raise gone("the call has ended")
+
+    async def refuse(request, context):
+        raise draining()
+
+    async def continuation(details):
+        return grpc.unary_stream_rpc_method_handler(refuse, Message.read)
+
+    guard = Guard(lambda _: None, Figures())
+    handler = await guard.intercept_service(continuation, SimpleNamespace(method="/x/Generate", invocation_metadata=()))
+    gc.disable()
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await handler.unary_stream(b"", SimpleNamespace(abort=abort))
+        assert [message() for message in messages] == [None]
+    finally:
+        gc.enable()
 
 
 async def test_a_unix_socket_that_is_served_is_not_taken_over_but_a_dead_one_is(make_core, serving, tmp_path):
