@@ -296,6 +296,15 @@ def test_without_the_filters_kernels_a_filtered_row_fails(device):
     assert run(logits, rows, filters=False) == ([full[0], full[1], 0, 0, full[4]], [0, 0, 1, 1, 0])
 
 
+def test_a_temperature_that_rounds_to_the_least_is_greedy(device):
+    """A message's float of 1e-5 is a little less: the host looks for no filters of such a row."""
+    logits = random_logits(2, 1000, device, seed=8)
+    least = float(np.float32(1e-5))
+    assert least < 1e-5
+    tokens, failed = run(logits, [{}, {"temperature": least, "top_p": 0.9}], filters=False)
+    assert (tokens[1], failed) == (run_greedy(logits)[0][1], [0, 0])
+
+
 @pytest.mark.parametrize(("filters", "interpreted"), [({}, 100), ({"top_p": 0.8}, 16)])
 def test_frequencies_are_those_of_softmax(filters, interpreted, device):
     """The whole-number arithmetic over thousands of positions; the kernels draw the very same tokens."""
