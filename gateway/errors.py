@@ -105,6 +105,11 @@ def internal_error() -> ApiError:
     return ApiError(500, INTERNAL_TEXT, "server_error", code="internal_error")
 
 
+def invalid(param: str, why: str) -> ApiError:
+    """400: the value of this field is wrong."""
+    return ApiError(400, f"Invalid '{param}': {why}.", param=param, code="invalid_value")
+
+
 def from_rpc(error: grpc.aio.AioRpcError, names: dict[str, str], label: str) -> ApiError:
     """Translates a call's status.
 

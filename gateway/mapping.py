@@ -5,7 +5,7 @@ from typing import Any
 
 from fulcrum.v1 import inference_pb2 as pb
 from gateway.constraints import Given
-from gateway.errors import ApiError
+from gateway.errors import invalid
 from gateway.responses_schema import FunctionCall, FunctionOutput, InputMessage, Reasoning, ResponsesRequest, Text
 from gateway.schemas import (
     COMPLETION_MAX_TOKENS,
@@ -107,7 +107,7 @@ def completion_requests(body: CompletionRequest, max_prompts: int) -> list[pb.Ge
     Raises: ApiError 400 for too many prompts, or where nothing is to be answered.
     """
     if len(body.prompt) > max_prompts:
-        raise ApiError(400, f"Invalid 'prompt': at most {max_prompts} prompts.", param="prompt", code="invalid_value")
+        raise invalid("prompt", f"at most {max_prompts} prompts")
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     template = shared_fields(body, max_tokens, body.logprobs, body.top_of_prompt)
     requests = []
@@ -199,9 +199,7 @@ def template_kwargs(effort: str | None, given: dict[str, Any] | None) -> str:
     try:
         return json.dumps(variables, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
-        raise ApiError(
-            400, f"Invalid 'chat_template_kwargs': {error}.", param="chat_template_kwargs", code="invalid_value"
-        ) from error
+        raise invalid("chat_template_kwargs", str(error)) from error
 
 
 def tool(function: Function) -> pb.Tool:

@@ -18,7 +18,7 @@ from gateway.answer import Answer, PromptRefused
 from gateway.choices_format import ChatFormat, CompletionFormat, Echo, Head
 from gateway.config import GatewayConfig
 from gateway.engines import CallContext, EnginePool
-from gateway.errors import ApiError, from_rpc, no_engine
+from gateway.errors import ApiError, from_rpc, invalid, no_engine
 from gateway.mapping import (
     chat_request,
     completion_requests,
@@ -318,8 +318,5 @@ def seconds(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        name = "x-request-timeout"
-        raise ApiError(
-            400, f"Invalid '{name}': must be a positive number of seconds.", param=name, code="invalid_value"
-        )
+        raise invalid("x-request-timeout", "must be a positive number of seconds")
     return value

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import from_json
 
 from gateway.constraints import VLLM, Choices, Given, ResponseFormat, Schema, StructuredOutputs, in_vllms_fields
-from gateway.errors import ApiError
+from gateway.errors import ApiError, invalid
 from gateway.strict import Strict
 
 B = TypeVar("B", bound="Body")
@@ -206,9 +206,8 @@ class Sampling(Body):
             self.asked_format + in_vllms_fields("structured_outputs.", structured) + in_vllms_fields("guided_", guided)
         )
         if len(given) > 1:
-            param = given[1].param
-            message = f"Invalid '{param}': there is a '{given[0].param}' already, and one answer follows one of them."
-            raise ApiError(400, message, param=param, code="invalid_value")
+            why = f"there is a '{given[0].param}' already, and one answer follows one of them"
+            raise invalid(given[1].param, why)
         return given[0] if given else None
 
     @property
@@ -366,8 +365,7 @@ class CompletionRequest(Sampling):
         if self.max_tokens == 0:
             asked.append(0)  # the engine reads no prompt for nothing
             if not self.echo and self.prompt_logprobs is None:
-                message = "Invalid 'max_tokens': must be at least 1, but with echo or prompt_logprobs."
-                raise ApiError(400, message, param="max_tokens", code="invalid_value")
+                raise invalid("max_tokens", "must be at least 1, but with echo or prompt_logprobs")
         return max((top for top in asked if top is not None), default=None)
 
 
@@ -442,9 +440,8 @@ def first_fault(error: ValidationError) -> ApiError:
         elif not key.endswith("]"):  # pydantic's names of union branches are no fields
             param += f".{key}" if param else key
     param = param[:200]
-    message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
         return unknown_field(param)
     if fault["type"] == "missing":
         return ApiError(400, f"'{param}' is required.", param=param, code="missing_required_parameter")
-    return ApiError(400, f"Invalid '{param}': {message}.", param=param, code="invalid_value")
+    return invalid(param, fault["msg"].removeprefix("Value error, "))
