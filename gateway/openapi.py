@@ -76,15 +76,16 @@ def openapi(version: str) -> dict[str, Any]:
             definitions["$defs"][model.__name__]["properties"].pop(name, None)
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     failures = {status: {"description": text, "content": error} for status, text in _ERRORS.items()}
+    responses = {"200": {"description": "OK"}, **failures}
     paths: dict[str, Any] = {}
     for (path, summary), bodies in _POSTS.items():
         schemas = [named[model, "validation"] for model in bodies]
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
         body = {"required": True, "content": {"application/json": {"schema": schema}}}
-        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": _responses(failures)}}
+        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": responses}}
     for path, summary in _GETS.items():
         names = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}] if "{" in path else []
-        paths[path] = {"get": {"summary": summary, "parameters": names, "responses": _responses(failures)}}
+        paths[path] = {"get": {"summary": summary, "parameters": names, "responses": responses}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Fulcrum", "version": version, "description": "OpenAI's API; docs/api.md tells it by field."},
@@ -95,7 +96,3 @@ def openapi(version: str) -> dict[str, Any]:
         },
         "security": [{"key": []}, {}],
     }
-
-
-def _responses(failures: Mapping[str, Any]) -> dict[str, Any]:
-    return {"200": {"description": "OK"}, **failures}
