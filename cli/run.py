@@ -10,8 +10,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -142,9 +141,10 @@ def serve_gateway(params: Params, gateway: click.Command) -> None:
         else:
             click.echo(banner.gateway_banner(address, engines, params))
 
-    # Before and after the server has its own handlers, both signals mean: end, all is well.
+    # Before and after the server has its own handlers, both signals mean: end, all is well. Nothing is left to be
+    # unwound then, and an exception would look like the application's.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _exit)
+        signal.signal(number, lambda *_: os._exit(0))
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     count = params["workers"] or 1
@@ -157,10 +157,6 @@ def serve_gateway(params: Params, gateway: click.Command) -> None:
         variables = settings.key_variables(config.api_keys, engine_key=config.engine_key or "")
         worker = settings.child_arguments(gateway, params, workers=1)
         run(run_gateway(config, worker, count, variables=variables, restarts=params["restarts"], bound=bound))
-
-
-def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    os._exit(0)  # nothing is left to be unwound, and an exception would look like the application's
 
 
 def run(work: Coroutine[Any, Any, None], loop_factory: LoopFactory | None = None) -> None:

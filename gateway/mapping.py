@@ -24,11 +24,6 @@ from gateway.schemas import (
 )
 
 UINT64 = 1 << 64
-MODES = {
-    "none": pb.ToolChoice.MODE_NONE,
-    "auto": pb.ToolChoice.MODE_AUTO,
-    "required": pb.ToolChoice.MODE_REQUIRED,
-}
 
 
 def chat_request(body: ChatRequest) -> pb.GenerateRequest:
@@ -213,7 +208,7 @@ def tool_choice(choice: str | FunctionName | None) -> pb.ToolChoice | None:
     """Whether tools are to be called, or the one that is."""
     if isinstance(choice, FunctionName):
         return pb.ToolChoice(function=choice.name)
-    return None if choice is None else pb.ToolChoice(mode=MODES[choice])
+    return None if choice is None else pb.ToolChoice(mode=f"MODE_{choice.upper()}")
 
 
 def message(item: Message) -> pb.ChatMessage:
