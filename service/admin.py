@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from msgspec.structs import asdict
 
 from engine.client import CoreClient
 from fulcrum.v1 import inference_pb2 as pb
@@ -92,9 +93,7 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
         """The latest steps that are kept."""
         self._check_traces()
         steps = await self.core.steps(given(request, "last", _ALL_STEPS))
-        return pb.GetStepsResponse(
-            steps=[pb.StepTrace(**{name: getattr(step, name) for name in step.__struct_fields__}) for step in steps]
-        )
+        return pb.GetStepsResponse(steps=[pb.StepTrace(**asdict(step)) for step in steps])
 
     def _check_traces(self) -> None:
         if not self.core.info.traces:
@@ -132,5 +131,4 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
         )
 
     async def _stats(self) -> pb.Stats:
-        stats = await self.core.stats()
-        return pb.Stats(**{name: getattr(stats, name) for name in stats.__struct_fields__})
+        return pb.Stats(**asdict(await self.core.stats()))

@@ -4,11 +4,11 @@
 """
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import NamedTuple
 
 import grpc
 from google.protobuf.any import pack
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
@@ -75,9 +75,7 @@ class ApiError(Exception):
                 )
             )
         if self.retry_after is not None:
-            delay = Duration()
-            delay.FromNanoseconds(int(self.retry_after * 1e9))
-            details.append(RetryInfo(retry_delay=delay))
+            details.append(RetryInfo(retry_delay=timedelta(seconds=self.retry_after)))
         code: int = self.code.value[0]
         return Status(code=code, message=self.message, details=list(map(pack, details)))
 

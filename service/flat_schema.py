@@ -46,7 +46,6 @@ class SchemaError(Exception):
 
     def __init__(self, pointer: str, message: str) -> None:
         super().__init__(f"{pointer or 'the schema'}: {message}")
-        self.pointer = pointer
 
 
 def complement(flat: Flat, pointer: str) -> list[Flat]:  # noqa: PLR0912

@@ -14,6 +14,7 @@ from socketserver import ThreadingMixIn
 from threading import Thread
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from msgspec.structs import asdict
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -104,8 +105,7 @@ class EngineCollector(Collector):
 
 def of_core(stats: CoreStats) -> Iterator[Metric]:
     """Every field under its own name: counters, gauges, and histograms of the lists."""
-    for name in stats.__struct_fields__:
-        value = getattr(stats, name)
+    for name, value in asdict(stats).items():
         full, text = f"fulcrum_engine_{name}", name.replace("_", " ").capitalize() + "; see Stats in inference.proto."
         if isinstance(value, list):
             yield histogram(full, text, STEP_BOUNDS, value, getattr(stats, _SUMS[name]))

@@ -62,8 +62,9 @@ def core(schema):
 def test_what_cannot_be_obeyed_is_refused_by_name_and_place(schema, pointer, words):
     with pytest.raises(SchemaError) as caught:
         core(schema)
-    assert caught.value.pointer == pointer
-    assert words in str(caught.value)
+    place, _, message = str(caught.value).partition(": ")
+    assert place == (pointer or "the schema")
+    assert words in message
 
 
 NUMBERS = ["NaN", "-Infinity", "1e999", "9" * 400, "9" * 5000]  # which no double holds
