@@ -100,10 +100,7 @@ async def _run(
                 trust_env=server.both is None,  # no proxy between this process and its own
             )
             bar = tqdm(
-                total=len(requests),
-                initial=len(answers.done),
-                unit="row",
-                disable=None if params["progress"] else True,
+                total=len(requests), initial=len(answers.done), unit="row", disable=None if params["progress"] else True
             )
             with bar:
                 async with client:

@@ -19,13 +19,7 @@ from gateway.choices_format import ChatFormat, CompletionFormat, Echo, Head
 from gateway.config import GatewayConfig
 from gateway.engines import CallContext, EnginePool
 from gateway.errors import ApiError, from_rpc, invalid, no_engine
-from gateway.mapping import (
-    chat_request,
-    completion_requests,
-    detokenize_request,
-    responses_request,
-    tokenize_request,
-)
+from gateway.mapping import chat_request, completion_requests, detokenize_request, responses_request, tokenize_request
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.openapi import openapi
 from gateway.responses_format import ResponsesFormat

@@ -172,11 +172,7 @@ class Sampling(Body):
     skip_special_tokens: bool | None = None
     speculative: bool | None = None
     stop: (
-        Annotated[
-            list[Annotated[str, Field(min_length=1)]],
-            Field(max_length=MAX_STOPS),
-            or_text(str | list[str]),
-        ]
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS), or_text(str | list[str])]
         | None
     ) = None
     stop_token_ids: Annotated[list[UInt32], Field(max_length=MAX_LISTED_IDS, fail_fast=True)] | None = None

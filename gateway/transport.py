@@ -115,11 +115,7 @@ class EventStream(Response):
     """Sends what a source writes, blank lines when that is nothing for a while, and cancels it when the client goes."""
 
     def __init__(
-        self,
-        source: Source,
-        heartbeat_seconds: float,
-        close: Callable[[], None],
-        failed: Callable[[ApiError], bytes],
+        self, source: Source, heartbeat_seconds: float, close: Callable[[], None], failed: Callable[[ApiError], bytes]
     ) -> None:
         """`source` returns what comes last, `failed` what does when the drain ends before it.
 
