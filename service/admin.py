@@ -2,7 +2,6 @@
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 from msgspec.structs import asdict
@@ -10,12 +9,11 @@ from msgspec.structs import asdict
 from engine.client import CoreClient
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc
+from service.aio_server import Context
 from service.errors import ApiError, Violation, draining, invalid
 from service.figures import Figures
 from service.live import LiveCalls
 from service.validate import given
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 _MIN_INTERVAL, _MAX_INTERVAL = 0.1, 3600.0
 _MAX_GRACE = 86400.0

@@ -15,6 +15,8 @@ import grpc
 from grpc._cython import cygrpc
 from grpc.aio._server import Server
 
+Context = grpc.aio.ServicerContext[Any, Any]
+
 _LOOK_SECONDS = 1.0
 
 

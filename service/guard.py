@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
-from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
 from engine.client import CoreDied
+from service.aio_server import Context
 from service.auth import Metadata
 from service.errors import ApiError, Violation, engine_dead, invalid
 from service.figures import Figures
@@ -31,7 +31,6 @@ _MAX_FIELDS = 1 << 17
 _OPEN_SERVICE = "/grpc.health.v1.Health/"
 
 MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +90,10 @@ class Guard(grpc.aio.ServerInterceptor):
             code = "OK"
             try:
                 if len(payload) > 2 * _MAX_FIELDS:  # no field is shorter
-                    await self._count(payload, deserialize.__self__.DESCRIPTOR)
+                    kind = deserialize.__self__.DESCRIPTOR
+                    beyond = await asyncio.to_thread(field_beyond, payload, kind, _MAX_FIELDS)
+                    if beyond is not None:
+                        raise invalid([Violation(beyond, f"more than {_MAX_FIELDS} fields are in the message")])
                 try:
                     request = deserialize(payload)
                 except DecodeError as error:  # such as a string that is not UTF-8
@@ -139,12 +141,6 @@ class Guard(grpc.aio.ServerInterceptor):
                 await _abort(context, _malformed())
 
         return reflected
-
-    @staticmethod
-    async def _count(payload: bytes, kind: Descriptor) -> None:
-        """Raises ApiError where a message has too many fields to be read."""
-        if (field := await asyncio.to_thread(field_beyond, payload, kind, _MAX_FIELDS)) is not None:
-            raise invalid([Violation(field, f"more than {_MAX_FIELDS} fields are in the message")])
 
     def _refuse(self, method: str, refusal: ApiError) -> Callable[[Any, Context], Awaitable[None]]:
         async def refused(_: Any, context: Context) -> None:

@@ -6,12 +6,11 @@ The library's own servicer writes to its watchers under a lock that changes need
 
 import asyncio
 from collections.abc import Iterable
-from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-Context = grpc.aio.ServicerContext[Any, Any]
+from service.aio_server import Context
 
 _Reply = health_pb2.HealthCheckResponse
 

@@ -3,9 +3,7 @@
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import Any
 
-import grpc
 from google.protobuf.json_format import MessageToJson
 
 from engine.client import CoreClient, CoreDied
@@ -14,6 +12,7 @@ from engine.request import RejectReason, Request, RequestRejected
 from engine.stream import RequestStream
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc
+from service.aio_server import Context
 from service.auth import Authenticator, Caller
 from service.choice import Choice
 from service.errors import Violation, draining, engine_dead, invalid
@@ -35,8 +34,6 @@ from telemetry.tracing import Tracer
 logger = logging.getLogger(__name__)
 
 _LOGGED_CHARACTERS = 16_384
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(eq=False, kw_only=True)
