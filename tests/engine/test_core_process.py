@@ -97,6 +97,17 @@ async def test_it_serves_and_ends_when_it_is_told(config: EngineConfig) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+async def test_its_threads_sleep_while_they_wait(config: EngineConfig, monkeypatch, given, expected) -> None:
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    else:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    async with CoreProcess.start(config, progress=False) as core:
+        environment = Path(f"/proc/{core.pid}/environ").read_bytes().split(b"\0")
+        assert f"OMP_WAIT_POLICY={expected}".encode() in environment
+
+
 async def test_it_ends_in_the_middle_of_its_work(config: EngineConfig) -> None:
     async with CoreProcess.start(config, progress=False) as core:
         client = await CoreClient.connect(core.socket)
