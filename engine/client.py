@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import NamedTuple, Self, TypeVar
@@ -136,8 +137,13 @@ class CoreClient:
             return
         if key not in self._loading:
             self._loading[key] = asyncio.create_task(self._load_grammar(key, data, vocabulary))
-            self._loading[key].add_done_callback(lambda _: self._loading.pop(key, None))
+            self._loading[key].add_done_callback(partial(self._loaded, key))
         await asyncio.shield(self._loading[key])
+
+    def _loaded(self, key: str, task: asyncio.Task[None]) -> None:
+        self._loading.pop(key, None)
+        if not task.cancelled():
+            task.exception()  # is known then, though all who waited for it may have gone
 
     async def _load_grammar(self, key: str, data: bytes, vocabulary: Callable[[], Vocabulary]) -> None:
         first = None if self._knows_vocabulary else vocabulary()

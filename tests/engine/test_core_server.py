@@ -4,11 +4,13 @@ The runner's next token is the sum of the row's tokens modulo 97, so what must c
 """
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -529,6 +531,25 @@ async def test_a_grammar_is_loaded_once_for_all_clients_and_limits_the_requests_
         async with connected(served) as three:
             with pytest.raises(GrammarError, match="another vocabulary"):
                 await three.load_grammar("more", data, lambda: other)
+
+
+async def test_a_grammar_that_nobody_waits_for_any_more_fails_in_silence(served: Served) -> None:
+    """The callers have gone, then the core: it is no fault to be told with a traceback."""
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    async with connected(served) as client:
+        await client.submit(request("blocker", max_tokens=LONG))
+        served.runner.gate.clear()
+        asking = asyncio.create_task(client.load_grammar("a", b"", lambda: Vocabulary((), (EOS,))))
+        await until(lambda: bool(client._calls))
+        asking.cancel()
+        await asyncio.wait([asking])
+        loading = client._loading["a"]
+        await client.close()
+        await asyncio.wait([loading])
+        del loading
+        gc.collect()
+    assert told == []
 
 
 async def test_a_core_of_another_version_is_told_from_none(tmp_path: Path) -> None:
