@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -84,9 +83,6 @@ class EventStream(Iterator[Event]):
         self._closed = threading.Event()
         self._call = start(tries.remaining())
 
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> Event:
         """Raises: FulcrumError."""
         while True:
@@ -108,9 +104,7 @@ class EventStream(Iterator[Event]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -149,9 +143,7 @@ class SyncFulcrumClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
