@@ -7,7 +7,7 @@ import mmap
 import os
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,6 +95,7 @@ class Figures:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._families: list[_Family] = []
+        self._places: dict[str, slice] = {}  # of a family in a block
         if path is None:
             memory = mmap.mmap(-1, _BYTES)
         else:
@@ -128,19 +129,13 @@ class Figures:
 
     def metrics(self) -> Iterator[Metric]:
         """The sums over all processes; a process that has just been started counts as soon as its block is there."""
-        columns = zip(*self._blocks(), strict=True)
-        values = map(sum, columns)
+        values = list(map(sum, zip(*self._blocks(), strict=True)))
         for family in self._families:
-            yield family.metric(list(islice(values, family.size)))
+            yield family.metric(values[self._places[family.name]])
 
     def totals(self, name: str) -> tuple[int, float]:
         """Of a histogram, over all processes: how many values, and their sum."""
-        begin = 0
-        for family in self._families:
-            if family.name == name:
-                break
-            begin += family.size
-        parts = [block[begin : begin + family.size] for block in self._blocks()]
+        parts = [block[self._places[name]] for block in self._blocks()]
         return int(sum(sum(part[:-1]) for part in parts)), sum(part[-1] for part in parts)
 
     def _blocks(self) -> "list[memoryview[float]]":
@@ -159,7 +154,8 @@ class Figures:
     def _place(self, family: _Family) -> "memoryview[float]":
         begin = sum(earlier.size for earlier in self._families)
         self._families.append(family)
-        return self._block[begin : begin + family.size]
+        self._places[family.name] = place = slice(begin, begin + family.size)
+        return self._block[place]
 
 
 def histogram(

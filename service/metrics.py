@@ -10,13 +10,13 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from socketserver import ThreadingMixIn
 from threading import Thread
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from msgspec.structs import asdict
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from engine.client import CoreClient, CoreDied
@@ -180,9 +180,7 @@ class _Errors(io.StringIO):
         logger.log(logging.DEBUG if left else logging.ERROR, "a scrape failed", exc_info=True)
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
+class _Server(ThreadingWSGIServer):
     def handle_error(self, request: object, client_address: object) -> None:
         """A scraper that leaves, or does not shake hands."""
         logger.debug("a scrape of %s failed", client_address, exc_info=True)
