@@ -161,9 +161,7 @@ class TextLogprobs:
     def _likeliest(self, token: pb.TokenLogprob) -> dict[str, float]:
         """By their texts; the token itself is always there."""
         found: dict[str, float] = {}
-        for raw, logprob in (
-            *((one.bytes, one.logprob) for one in token.top[: self._top]),
-            (token.bytes, token.logprob),
-        ):
-            found.setdefault(token_text(raw, "bytes:"), finite(logprob))
+        tokens: list[pb.TokenLogprob | pb.TopLogprob] = [*token.top[: self._top], token]
+        for one in tokens:
+            found.setdefault(token_text(one.bytes, "bytes:"), finite(one.logprob))
         return found

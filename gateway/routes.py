@@ -282,16 +282,8 @@ class Routes:
 
     async def _cards(self, request: Request) -> list[dict[str, Any]]:
         reply = await self._call(request, "GetModel", pb.GetModelRequest(), {})
-        return [
-            {
-                "id": name,
-                "object": "model",
-                "created": reply.created,
-                "owned_by": "fulcrum",
-                "max_model_len": reply.max_model_len,
-            }
-            for name in reply.served_names
-        ]
+        about = {"created": reply.created, "owned_by": "fulcrum", "max_model_len": reply.max_model_len}
+        return [{"id": name, "object": "model"} | about for name in reply.served_names]
 
 
 async def in_pieces(texts: Iterable[str]) -> list[bytearray]:

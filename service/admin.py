@@ -41,12 +41,10 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
         ids = list(dict.fromkeys(request.request_ids))
         live = set(await self.core.abort(ids))
         aborted, missing = pb.AbortResponse.OUTCOME_ABORTED, pb.AbortResponse.OUTCOME_NOT_FOUND
-        return pb.AbortResponse(
-            results=[
-                pb.AbortResponse.Result(request_id=request_id, outcome=aborted if request_id in live else missing)
-                for request_id in ids
-            ]
-        )
+        reply = pb.AbortResponse()
+        for request_id in ids:
+            reply.results.add(request_id=request_id, outcome=aborted if request_id in live else missing)
+        return reply
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         """Counters and gauges of this moment."""
@@ -75,17 +73,11 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
         if not events:
             text = f"nothing is kept of a request {request.request_id[:200]!r}"
             raise ApiError(grpc.StatusCode.NOT_FOUND, "TRACE_NOT_FOUND", text, field="request_id")
-        return pb.GetTraceResponse(
-            request_id=request.request_id,
-            events=[
-                pb.TraceEvent(
-                    at_seconds=event.at - events[0].at,
-                    kind=event.kind,
-                    attributes={name: str(value) for name, value in event.attributes.items()},
-                )
-                for event in events
-            ],
-        )
+        reply = pb.GetTraceResponse(request_id=request.request_id)
+        for event in events:
+            about = {name: str(value) for name, value in event.attributes.items()}
+            reply.events.add(at_seconds=event.at - events[0].at, kind=event.kind, attributes=about)
+        return reply
 
     async def GetSteps(self, request: pb.GetStepsRequest, context: Context) -> pb.GetStepsResponse:
         """The latest steps that are kept."""

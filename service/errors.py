@@ -64,16 +64,11 @@ class ApiError(Exception):
         """The google.rpc.Status that travels in the trailers."""
         details: list[Message] = [ErrorInfo(reason=self.reason, domain=DOMAIN, metadata=self.metadata)]
         if self.violations:
-            details.append(
-                BadRequest(
-                    field_violations=[
-                        BadRequest.FieldViolation(
-                            field=_clean(field, _MAX_VIOLATION_BYTES), description=_clean(text, _MAX_VIOLATION_BYTES)
-                        )
-                        for field, text in self.violations[:_MAX_VIOLATIONS]
-                    ]
-                )
-            )
+            bad = BadRequest()
+            for violation in self.violations[:_MAX_VIOLATIONS]:
+                field, description = (_clean(text, _MAX_VIOLATION_BYTES) for text in violation)
+                bad.field_violations.add(field=field, description=description)
+            details.append(bad)
         if self.retry_after is not None:
             details.append(RetryInfo(retry_delay=timedelta(seconds=self.retry_after)))
         code: int = self.code.value[0]

@@ -125,11 +125,8 @@ def plan(request: pb.GenerateRequest, info: CoreInfo, defaults: GenerationDefaul
     bad.most("stopping.stop_token_ids", len(stopping.stop_token_ids), MAX_LISTED_IDS)
     bad.most("choices", len(request.choices.choices), MAX_CHOICES)
     bad.check()
-    bad.unless(
-        len(request.request_id.encode()) <= MAX_REQUEST_ID_BYTES and request.request_id.isprintable(),
-        "request_id",
-        f"must be printable and of at most {MAX_REQUEST_ID_BYTES} bytes",
-    )
+    fine = len(request.request_id.encode()) <= MAX_REQUEST_ID_BYTES and request.request_id.isprintable()
+    bad.unless(fine, "request_id", f"must be printable and of at most {MAX_REQUEST_ID_BYTES} bytes")
     params = _sampling(request, info, defaults, bad)
     _check_stopping(stopping, info, bad, least=0 if output.HasField("prompt_logprobs") else 1)
     for field in ("top_logprobs", "prompt_logprobs"):
@@ -141,12 +138,8 @@ def plan(request: pb.GenerateRequest, info: CoreInfo, defaults: GenerationDefaul
     constraint = _constraint(request, bad)
     bad.check()
     if caller.max_priority is not None and request.priority > caller.max_priority:
-        raise ApiError(
-            grpc.StatusCode.PERMISSION_DENIED,
-            "PRIORITY_TOO_HIGH",
-            f"priority {request.priority} is above this caller's limit of {caller.max_priority}",
-            field="priority",
-        )
+        text = f"priority {request.priority} is above this caller's limit of {caller.max_priority}"
+        raise ApiError(grpc.StatusCode.PERMISSION_DENIED, "PRIORITY_TOO_HIGH", text, field="priority")
     if "\0" in request.cache.salt:  # which ends the tenant's name in the engine's own salts
         text = "cache.salt: this salt is another tenant's"
         raise ApiError(grpc.StatusCode.PERMISSION_DENIED, "SALT_FORBIDDEN", text, field="cache.salt")
@@ -278,20 +271,12 @@ def _sampling(
 
 def _check_stopping(stopping: pb.StoppingCriteria, info: CoreInfo, bad: Violations, *, least: int) -> None:
     if stopping.HasField("max_tokens"):
-        bad.unless(
-            stopping.max_tokens >= least, "stopping.max_tokens", "must be at least 1 (or 0, with prompt_logprobs)"
-        )
-        bad.unless(
-            stopping.min_tokens <= stopping.max_tokens,
-            "stopping.min_tokens",
-            f"{stopping.min_tokens} is more than max_tokens, {stopping.max_tokens}",
-        )
+        low, high = stopping.min_tokens, stopping.max_tokens
+        bad.unless(high >= least, "stopping.max_tokens", "must be at least 1 (or 0, with prompt_logprobs)")
+        bad.unless(low <= high, "stopping.min_tokens", f"{low} is more than max_tokens, {high}")
     for position, stop in enumerate(stopping.stop):
-        bad.unless(
-            0 < len(stop) <= MAX_STOP_CHARACTERS,
-            f"stopping.stop[{position}]",
-            f"must have 1 to {MAX_STOP_CHARACTERS} characters, not {len(stop)}",
-        )
+        text = f"must have 1 to {MAX_STOP_CHARACTERS} characters, not {len(stop)}"
+        bad.unless(0 < len(stop) <= MAX_STOP_CHARACTERS, f"stopping.stop[{position}]", text)
     bad.token_ids("stopping.stop_token_ids", stopping.stop_token_ids, info.vocab_size)
 
 
