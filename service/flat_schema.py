@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 MAX_MULTIPLES = 1000
@@ -130,8 +131,8 @@ def merged(one: Flat, two: Flat, pointer: str, *, resolve: bool = True) -> Flat 
         if keyword not in out or out[keyword] == value:
             out[keyword] = value
         elif keyword == "type":
-            types = {a for a in out["type"] for b in value if a == b or (a, b) == ("integer", "number")}
-            types |= {b for a in out["type"] for b in value if (a, b) == ("number", "integer")}
+            pairs = product(out["type"], value)
+            types = {a if a == b else "integer" for a, b in pairs if a == b or {a, b} == {"integer", "number"}}
             if not types:
                 return None
             out["type"] = frozenset(types)

@@ -210,17 +210,15 @@ class _Rewriter:
                 with_it = self._alternatives(needed if isinstance(needed, dict | bool) else needs, at, seen)
                 lacks = {"properties": {name: (False, at)}}
                 yield [lacks, *self._product([[{"required": [name]}], with_it], at)]
-        if "propertyNames" in schema:
-            at, own = f"{pointer}/propertyNames", schema["propertyNames"]
+        if (own := schema.get("propertyNames", True)) is not True:
+            at = f"{pointer}/propertyNames"
             plain = isinstance(own, dict) and own.keys() <= {"pattern", "type"} and isinstance(own.get("pattern"), str)
-            if own is not True and not plain:
+            if not plain:
                 raise SchemaError(at, "propertyNames is only served with a pattern")
-            if own is not True:
-                shared = {word: schema[word] for word in ("properties", "patternProperties") if schema.get(word)}
-                if shared:
-                    raise SchemaError(at, f"propertyNames is not served beside {next(iter(shared))}")
-                rest = {"patternProperties": {own["pattern"]: schema.get("additionalProperties", True)}}
-                yield [located({**rest, "additionalProperties": False}, pointer)]
+            if shared := [word for word in ("properties", "patternProperties") if schema.get(word)]:
+                raise SchemaError(at, f"propertyNames is not served beside {shared[0]}")
+            rest = {"patternProperties": {own["pattern"]: schema.get("additionalProperties", True)}}
+            yield [located({**rest, "additionalProperties": False}, pointer)]
 
     def _one_of(self, common: list[Flat], each: list[list[Flat]], at: str) -> list[Flat]:
         """Those of one branch that match no other; where it is plain that none does, the branches as they are."""
@@ -456,15 +454,14 @@ class _Rewriter:
     def _target(self, pointer: str, at: str) -> Any:
         """What is at a JSON pointer (RFC 6901)."""
         found = self._root
-        for number, token in enumerate(pointer.split("/")):
-            if number:
-                name = token.replace("~1", "/").replace("~0", "~")
-                if isinstance(found, dict) and name in found:
-                    found = found[name]
-                elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-                    found = found[int(name)]
-                else:
-                    raise SchemaError(at, f"there is nothing at #{pointer:.100}")
+        for token in pointer.split("/")[1:]:
+            name = token.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict) and name in found:
+                found = found[name]
+            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                raise SchemaError(at, f"there is nothing at #{pointer:.100}")
         if not isinstance(found, dict | bool):
             raise SchemaError(at, f"there is no schema at #{pointer:.100}")
         return found
