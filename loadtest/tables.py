@@ -82,16 +82,18 @@ def offline_renamed(fields: Fields) -> Fields:
 def ladder_table(result: Fields) -> str:
     """A ladder's rungs, and in sentences what the table rests on."""
     lines = [rows_table(result["rungs"], _LADDER), ""]
+    runs = "one run" if result["repeat"] == 1 else f"median of {result['repeat']}"
     lines.append(
         f"{result['num_prompts']} requests at once, {result['total_input_tokens']:,} tokens in"
         f" ({result['prefix_len']} of each prompt from {result['prefix_groups']} common prefixes),"
         f" {result['total_output_tokens']:,} out, max_tokens {result['max_output_len']};"
         f" {_spread([row['kv_tokens'] for row in result['rungs']])} tokens of KV, at most {result['max_num_seqs']}"
         f" sequences, {result['max_num_batched_tokens']:,} tokens a step; {result['dtype']} on {result['device']};"
-        f" median of {result['repeat']}."
+        f" {runs}."
     )
-    spread = max(row["request_throughput_max"] / row["request_throughput_min"] for row in result["rungs"])
-    lines.append(f"Of one rung, the fastest run was at most {spread:.2f} times as fast as the slowest.")
+    if result["repeat"] > 1:
+        spread = max(row["request_throughput_max"] / row["request_throughput_min"] for row in result["rungs"])
+        lines.append(f"Of one rung, the fastest run was at most {spread:.2f} times as fast as the slowest.")
     equal = [row["equal_answers"] for row in result["rungs"]]
     lines.append(
         f"Answers that are token for token those of the first rung: {_spread(equal)} of {result['num_prompts']}."

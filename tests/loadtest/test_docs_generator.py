@@ -153,6 +153,9 @@ def test_ladder(results):
     assert "first rung: 6 to 7 of 8." in page
     assert "Left out, since this device lacks them: + CUDA graphs." in page
     assert page.endswith(SAID)
+    once = render('{{ ladder("a.json") }}', results(a={"rungs": rungs, "left_out": [], **load, "repeat": 1}))
+    assert "; one run." in once
+    assert "as fast as the slowest" not in once
 
 
 def test_serve_rows_are_named_by_load_or_rate(results):
