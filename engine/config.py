@@ -16,7 +16,7 @@ class StepLimits(NamedTuple):
     max_samples: int
 
 
-# 1,152 tokens are where cuBLAS is fastest on an H200 (17.1 us a token with Qwen2.5-7B; 17.3 at 1,024, 18.3 at 1,536).
+# 1,152 tokens are where cuBLAS is fastest on an H200 (16.5 us a token with Qwen2.5-7B; 18.8 at 2,048 and at 8,192).
 # Such a step takes 29 ms: what a running sequence waits for its next token while prompts are computed. CPUs compute 128
 # tokens of a step as fast as 2,048 (SmolLM2, two cores: 1 ms a token), so there the wait decides: half a second.
 _STEP_LIMITS = {"cpu": (256, 512), "cuda": (1024, 1152)}
