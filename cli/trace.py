@@ -1,6 +1,7 @@
 """`fulcrum trace`: a request's timeline as a table, and the engine's latest steps as a Chrome trace file."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from cli.settings import Params, engine_credentials
 from fulcrum.client import FulcrumError
 from fulcrum.sync_client import admin_service
 from fulcrum.v1 import inference_pb2 as pb
+
+# The id of an answer over HTTP: the engine's own behind a kind.
+_HTTP_ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_)([0-9a-f]{32})")
 
 
 def timeline(trace: pb.GetTraceResponse) -> str:
@@ -56,7 +60,9 @@ def run_trace(request_id: str | None, steps: Path | None, last: int | None, conn
     try:
         with admin_service(address, api_key=connection["api_key"], credentials=tls, tls_name=tls_name) as (stub, given):
             if request_id is not None:
-                click.echo(timeline(stub.GetTrace(pb.GetTraceRequest(request_id=request_id), **given)))
+                answer = _HTTP_ID.fullmatch(request_id)
+                request = pb.GetTraceRequest(request_id=answer[1] if answer else request_id)
+                click.echo(timeline(stub.GetTrace(request, **given)))
             if steps is not None:
                 kept = list(stub.GetSteps(pb.GetStepsRequest(last=last), **given).steps)
                 steps.write_text(json.dumps(chrome_trace(kept)), encoding="utf-8")

