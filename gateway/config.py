@@ -9,7 +9,6 @@ from fulcrum.keys import KeyRing, is_loopback
 from fulcrum.tls import Identity, channel_credentials, identity
 from telemetry.tracing import check_endpoint
 
-MIB = 1 << 20
 LEAST = {"max_body_bytes": 1, "max_prompts": 1, "channels_per_engine": 1, "shutdown_seconds": 0}
 
 
@@ -61,7 +60,7 @@ class GatewayConfig:
     request_timeout: float | None = 600.0
     heartbeat_seconds: float = 15.0
     arrival_seconds: float = 120.0
-    max_body_bytes: int = 16 * MIB
+    max_body_bytes: int = 16 << 20
     max_prompts: int = 256
     channels_per_engine: int = 4
     shutdown_seconds: int = 30

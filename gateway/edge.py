@@ -73,10 +73,8 @@ class Edge:
 
         try:
             refusal = self._refusal(scope, headers, key)
-            if refusal is None:
-                await self._app(scope, receive, send_labelled)
-            else:
-                await refusal.response()(scope, receive, send_labelled)
+            app = self._app if refusal is None else refusal.response()
+            await app(scope, receive, send_labelled)
         except asyncio.CancelledError:
             # Only the end of a drain cancels requests. (A stream has said it itself, behind its head.)
             if begun:

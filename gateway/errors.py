@@ -33,8 +33,6 @@ STATUSES: dict[StatusCode, tuple[int, str, str | None]] = {
     StatusCode.DEADLINE_EXCEEDED: (504, "server_error", "timeout"),
 }
 UNAVAILABLE_TEXT = "No engine is available right now. Please try again."
-TIMEOUT_TEXT = "The request did not finish in time."
-INTERNAL_TEXT = "The server had an error while processing the request."
 RETRY_SECONDS = 1
 
 # Names of GenerateRequest and TokenizeRequest that differ from OpenAI's or vLLM's.
@@ -102,7 +100,8 @@ def going_down() -> ApiError:
 
 def internal_error() -> ApiError:
     """The answer to a fault of the server's own: it tells nothing of the inside."""
-    return ApiError(500, INTERNAL_TEXT, "server_error", code="internal_error")
+    text = "The server had an error while processing the request."
+    return ApiError(500, text, "server_error", code="internal_error")
 
 
 def invalid(param: str, why: str) -> ApiError:
@@ -133,7 +132,7 @@ def from_rpc(error: grpc.aio.AioRpcError, names: dict[str, str], label: str) -> 
     if http in (503, 504) and not reason:
         # The text is the transport's: it names addresses.
         logger.warning("request %s: the engine answered %s: %s", label, code.name, message, extra=fields)
-        message = TIMEOUT_TEXT if http == 504 else UNAVAILABLE_TEXT
+        message = "The request did not finish in time." if http == 504 else UNAVAILABLE_TEXT
     error_code = reason.lower() or default_code
     field, description = told.violations[0] if told.violations else ("", "")
     param = None
