@@ -67,10 +67,8 @@ class Choice:
             raise ApiError(grpc.StatusCode.ABORTED, "ABORTED", "the request was aborted")
         if finish is FinishReason.GRAMMAR:
             asked = self.plan.constraint
-            raise invalid_grammar(
-                "chat.tools" if asked is None else asked.kind,
-                "it allows nothing more here, or takes too long to follow",
-            )
+            blamed = "chat.tools" if asked is None else asked.kind
+            raise invalid_grammar(blamed, "it allows nothing more here, or takes too long to follow")
         if finish is FinishReason.ERROR:
             raise ApiError(grpc.StatusCode.INTERNAL, "STEP_FAILED", "the engine could not compute this request")
         if self.plan.max_tokens == 0:  # the engine always draws one

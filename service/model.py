@@ -68,13 +68,9 @@ class ServedModel:
 
         `shown`: special tokens that are text all the same.
         """
-        return TextStream(
-            Detokenizer(
-                self.prompts.tokenizer,
-                skip_special_tokens=plan.skip_special_tokens,
-                after_prompt=after_prompt,
-                shown=shown,
-            ),
-            StopChecker(plan.stop, include_stop=plan.include_stop),
-            min_tokens=plan.job.params.min_tokens,
+        skip = plan.skip_special_tokens
+        detokenizer = Detokenizer(
+            self.prompts.tokenizer, skip_special_tokens=skip, after_prompt=after_prompt, shown=shown
         )
+        stops = StopChecker(plan.stop, include_stop=plan.include_stop)
+        return TextStream(detokenizer, stops, min_tokens=plan.job.params.min_tokens)

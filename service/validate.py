@@ -186,13 +186,9 @@ def fit(plan: Plan, prompt: Sequence[int], prompt_field: str, info: CoreInfo) ->
     max_tokens = default if plan.max_tokens is None else plan.max_tokens
     if room < 1 or max_tokens > room:
         wanted = f" and max_tokens {plan.max_tokens}" if plan.max_tokens is not None else ""
-        raise window_exceeded(
-            prompt_field if room < 1 else "stopping.max_tokens",
-            info.max_model_len,
-            f"the prompt has {len(prompt)}{wanted}",
-            prompt_tokens=len(prompt),
-            max_tokens=plan.max_tokens,
-        )
+        field = prompt_field if room < 1 else "stopping.max_tokens"
+        numbers = {"prompt_tokens": len(prompt), "max_tokens": plan.max_tokens}
+        raise window_exceeded(field, info.max_model_len, f"the prompt has {len(prompt)}{wanted}", **numbers)
     least = plan.job.params.min_tokens
     text = f"{least} is more than the {max_tokens} tokens that may be generated"
     bad.unless(least <= max_tokens, "stopping.min_tokens", text)
@@ -202,13 +198,9 @@ def fit(plan: Plan, prompt: Sequence[int], prompt_field: str, info: CoreInfo) ->
 
 def window_exceeded(field: str, window: int, but: str, **numbers: int | None) -> ApiError:
     """CONTEXT_LENGTH_EXCEEDED, with the numbers for a program to read. Clients know it by the beginning of its text."""
-    return ApiError(
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "CONTEXT_LENGTH_EXCEEDED",
-        f"This model's maximum context length is {window} tokens, but {but}",
-        field=field,
-        metadata={**numbers, "max_model_len": window},
-    )
+    code, text = grpc.StatusCode.INVALID_ARGUMENT, f"This model's maximum context length is {window} tokens, but {but}"
+    metadata = {**numbers, "max_model_len": window}
+    return ApiError(code, "CONTEXT_LENGTH_EXCEEDED", text, field=field, metadata=metadata)
 
 
 def refusal(rejected: RequestRejected, job: Request, prompt_field: str, info: CoreInfo) -> ApiError:

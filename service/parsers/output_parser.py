@@ -44,11 +44,9 @@ class Reading:
 
     def parser(self) -> "OutputParser":
         """A parser for one answer."""
-        return OutputParser(
-            None if self.reasoning is None else self.reasoning(self.opened),
-            None if self.tools is None else self.tools(frozenset(self.arguments), prefilled=self.must_call),
-            parallel=self.parallel,
-        )
+        think = None if self.reasoning is None else self.reasoning(self.opened)
+        tools = None if self.tools is None else self.tools(frozenset(self.arguments), prefilled=self.must_call)
+        return OutputParser(think, tools, parallel=self.parallel)
 
 
 class OutputParser:
