@@ -123,7 +123,7 @@ async def _server(
     key, own_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
     any_priority = _MAX_PRIORITY if params["max_priority"] is None else params["max_priority"]
     own: Mapping[str, Any] = processes.with_counts(
-        {**params, "host": "127.0.0.1", "port": 0, "grpc_port": 0, "max_priority": any_priority, "grace": 0.0}
+        {**params, "host": "127.0.0.1", "port": 0, "grpc_port": 0, "max_priority": any_priority, "grace": 1.0}
     )
 
     async with running(own, engine, gateway, signals, api_keys=(key,), gateway_keys=(own_key,)) as both:

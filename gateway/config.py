@@ -1,5 +1,6 @@
 """The gateway's settings, checked where they enter. Knows nothing of HTTP or gRPC."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,8 +80,9 @@ class GatewayConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a positive number of seconds, not {value}")
-        if not self.engines or not all(self.engines):
-            raise ValueError("engines must name at least one HOST:PORT")
+        for address in self.engines or ("",):
+            if re.search(r"^unix:.|.:\d+$", address) is None:
+                raise ValueError(f"engines must be HOST:PORT or unix:/PATH, at least one, not {address!r}")
         self.identity()
         self.engine_credentials()
         if self.key_ring().open and not is_loopback(self.host):

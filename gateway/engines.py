@@ -125,7 +125,7 @@ class Engine:
         self.links = [
             Link(address, open_channel(address, credentials, options), metadata, self._turned) for _ in range(count)
         ]
-        self._address = address
+        self.address = address
         self._was_serving = False
 
     @property
@@ -138,7 +138,7 @@ class Engine:
         if serving != self._was_serving:
             self._was_serving = serving
             level, word = (logging.INFO, "serving") if serving else (logging.WARNING, "not serving")
-            logger.log(level, "engine %s is %s", self._address, word)
+            logger.log(level, "engine %s is %s", self.address, word)
 
 
 class EnginePool:
@@ -159,6 +159,9 @@ class EnginePool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_SECONDS):
                 await asyncio.gather(*(link.seen_serving.wait() for link in self._links))
+        for engine in self._engines:
+            if not engine.serving:
+                logger.warning("engine %s is not serving yet", engine.address)
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -97,6 +98,7 @@ def test_killed_and_resumed_it_answers_every_row_once_as_single_requests_are(
     resumed = fulcrum(*command)  # with an engine of its own
     assert resumed.wait() == 0, resumed.log.read_text()
     resumed.expect(r"(28 rows: 28 answered, 2 of them with an error, 0 left)")
+    assert not re.search("WARNING|ERROR", resumed.log.read_text()), "all went well, its end too"
     after = target.read_bytes()
     assert after.startswith(whole)
     answers = read(target)

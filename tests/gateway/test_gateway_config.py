@@ -40,6 +40,7 @@ def test_loopback_needs_none(host):
         ("shutdown_seconds", -1),
         ("engines", ()),
         ("engines", ("",)),
+        ("engines", ("127.0.0.1:50051", "localhost")),
         ("api_keys", ("two words",)),
         ("api_keys", ("",)),
         ("api_keys", ("naïve",)),

@@ -138,15 +138,18 @@ def test_death_and_return(http, own_engines, start_gateway, kit):
 
 
 def test_a_gateway_may_start_before_its_engine(http, own_engines, start_gateway, kit, tmp_path):
-    engine = own_engines()
+    engine, log = own_engines(), tmp_path / "gateway.log"
     engine.stop()
     with start_gateway(engines=[engine.address], wait=False) as url:
         assert http.get(f"{url}/health").status_code == 503
         assert http.get(f"{url}/livez").status_code == 200
+        kit.wait_until(
+            lambda: f"engine {engine.address} is not serving yet" in log.read_text(), what="the log to tell it"
+        )
         engine.start()
         kit.wait_until(lambda: kit.is_healthy(url), 10, "the engine to be found")
         assert http.post(f"{url}/v1/chat/completions", json=kit.CHAT).status_code == 200
-    assert "Traceback" not in (tmp_path / "gateway.log").read_text()
+    assert "Traceback" not in log.read_text()
 
 
 def test_several_engines(http, own_engines, start_gateway, kit):
