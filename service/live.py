@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 
@@ -71,8 +71,6 @@ class LiveCalls:
 
     async def idle(self, seconds: float) -> bool:
         """Waits until no call is open, that many seconds at most. Whether that came."""
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
-        except TimeoutError:
-            return False
-        return True
+        return self._idle.is_set()

@@ -145,9 +145,8 @@ class NamedCall(CallReader):
         while (char := (yield)) != "{":
             head += char
             _expect(len(head) <= self._LONGEST and self._may_be.fullmatch(head) is not None)
-        found = self._head.fullmatch(head)
-        _expect(found is not None)
-        assert found is not None
+        if (found := self._head.fullmatch(head)) is None:
+            raise _Broken
         self._take_name(found[1])
         yield from self._take_arguments()
         return ""
