@@ -60,6 +60,7 @@ _7K = "7,680 in, 64 out, concurrency 1"
 _7K_IDS = "7,680 in (token ids), 64 out, concurrency 1"
 _LONG = "7,168 in, 512 out, 50 at once"
 _2000 = "sg, 2,000 at once, 4 API processes"
+_SG_ALL = "sg, 519 at once"
 _CARD = "24 GiB, 64 in flight, mean 2,800 tokens, longest 8,192"
 # More rows than requests in flight would take room from the KV pool: 1,024, as usual, some 800 pages of it.
 _CARD_OPTIONS = ("--memory-budget=24GiB", "--max-num-seqs=64")
@@ -69,12 +70,13 @@ _ALL = (
     Row("rnd7k-ids", _7K_IDS, "random", 3, (7680, 64), concurrency=1, seed=7500, as_ids=True, reference=_7K),
     Row("long50", _LONG, "random", 50, (7168, 512), seed=90_000),
     # One sample in all rows: from the second on its prompts are mostly cached, as in the reference.
-    Row("sg-all", "sg, 519 at once", "sharegpt", 519, fresh=False),
+    Row("sg-all", _SG_ALL, "sharegpt", 519, fresh=False),
     *map(_sharegpt, (32, 16, 8, 4, 2, 1), (519, 519, 320, 140, 50, 25)),
     # The reference's ran on a server of its own, so it begins with an empty cache.
     Row("sg-2000", _2000, "sharegpt", 2000, seed=0, oversample=True, fresh=False),
     *map(_beyond, (64, 96, 128)),
     Row("card24", _CARD, "mixed", 16, (2800, 8192), concurrency=64, options=_CARD_OPTIONS, reference=""),
+    Row("card24-sg", f"24 GiB, {_SG_ALL}", "sharegpt", 519, fresh=False, options=_CARD_OPTIONS[:1], reference=""),
 )
 ROWS: dict[str, Row] = {row.key: row for row in _ALL}
 

@@ -27,7 +27,7 @@ for size in 1 32 64; do
     run python tests/gpu/bench_steps.py "$model" --page-size "$size" --batches 1,32,256 --no-profile --output "$results/pages-$size.json"
 done
 run python -m loadtest.suite "$model" --repeat 3 --workers 4 --gate --sharegpt "$sharegpt" --result-dir "$results"
-run python -m loadtest.suite "$model" --rows card24 --workers 4 --result-dir "$results"
+run python -m loadtest.suite "$model" --rows card24,card24-sg --workers 4 --sharegpt "$sharegpt" --result-dir "$results"
 run python -m loadtest.suite "$model" --rows sg-64,sg-128 --workers 4 --sharegpt "$sharegpt" --result-dir "$results"
 for tokens in 2304 8192; do
     run python -m loadtest.suite "$model" --rows long50 --workers 4 --result-dir "$results/long50-$tokens" -- \
