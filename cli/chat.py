@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 
 import click
+import grpc
 
 from cli.run import Failed
 from cli.settings import Params, engine_credentials
@@ -14,6 +15,7 @@ from fulcrum.sync_client import SyncFulcrumClient
 from fulcrum.v1 import inference_pb2 as pb
 
 _CONNECT_SECONDS = 10.0
+_NOBODY = grpc.StatusCode.UNAVAILABLE
 
 
 def run_chat(params: Params) -> None:
@@ -28,7 +30,8 @@ def run_chat(params: Params) -> None:
                 click.echo(f"Chatting with {name}. /reset forgets the conversation, /exit ends it.", err=True)
             _converse(client, params, interactive=interactive)
         except FulcrumError as error:
-            raise Failed(f"{params['address']}: {error}") from error
+            hint = " (does a server run there? One with TLS needs --engine-ca)" if error.code is _NOBODY else ""
+            raise Failed(f"{params['address']}: {error}{hint}") from error
 
 
 def _converse(client: SyncFulcrumClient, params: Params, *, interactive: bool) -> None:

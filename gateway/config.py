@@ -86,7 +86,9 @@ class GatewayConfig:
         self.identity()
         self.engine_credentials()
         if self.key_ring().open and not is_loopback(self.host):
-            raise ValueError(f"host {self.host} is reachable from other machines: that needs at least one API key")
+            raise ValueError(
+                f"host {self.host} is reachable from other machines: that needs an API key (api_key, api_key_file)"
+            )
 
     def key_ring(self) -> KeyRing:
         """The keys that callers are known by. Raises: ValueError naming the field that is wrong."""

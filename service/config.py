@@ -92,7 +92,9 @@ class ServiceConfig:
             if address is not None and not is_unix(address):
                 host, _ = split_address(address, name)
                 if ring.open and not is_loopback(host):
-                    text = f"without an API key only a loopback or unix: address may be bound, not {address}"
+                    text = (
+                        f"{address} can be reached from other machines: that needs an API key (api_key, api_key_file)"
+                    )
                     raise ValueError(f"{name}: {text}")
         if self.admin_address not in (None, AUTO) and not is_unix(self.admin_address):
             split_address(self.admin_address, "admin_address")

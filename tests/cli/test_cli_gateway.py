@@ -95,7 +95,7 @@ async def test_a_child_that_cannot_start_says_why(capfd: pytest.CaptureFixture[s
         await asyncio.wait_for(child.keep(), 60)
     await child.stop(0, asyncio.Event())
     assert caught.value.status == 2
-    assert "needs at least one API key" in capfd.readouterr().err
+    assert "needs an API key (api_key, api_key_file)" in capfd.readouterr().err
 
 
 async def test_a_child_that_is_killed_serves_again_at_the_same_address_but_not_for_ever(monkeypatch) -> None:

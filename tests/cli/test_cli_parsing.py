@@ -272,7 +272,7 @@ def test_other_machines_need_a_key(command: str) -> None:
     status, line = refusal(command, "--host=0.0.0.0")
     assert status == 2
     assert "0.0.0.0" in line
-    assert "API key" in line
+    assert "API key (api_key, api_key_file)" in line
     assert "\n" not in line
 
 

@@ -301,3 +301,4 @@ def test_chat_without_a_server_is_one_line_and_status_1() -> None:
     result = CliRunner().invoke(main, ["chat", "--address=127.0.0.1:1"], input="hi\n")
     assert result.exit_code == 1
     assert result.stderr.startswith("Error: 127.0.0.1:1: UNAVAILABLE")
+    assert result.stderr.endswith(" (does a server run there? One with TLS needs --engine-ca)\n")
