@@ -1,6 +1,7 @@
 """The Generate calls of one HTTP request as one stream of events. Knows no JSON and no HTTP server."""
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass
 
@@ -9,7 +10,9 @@ import grpc
 from fulcrum.v1 import inference_pb2 as pb
 from gateway.choices_format import REASONS, TokenCounts
 from gateway.engines import CallContext, EnginePool, Generation, Read
-from gateway.errors import internal_error
+from gateway.errors import ApiError, internal_error
+
+logger = logging.getLogger(__name__)
 
 Merged = asyncio.Queue[tuple[int, pb.GenerateResponse | grpc.aio.AioRpcError | None]]
 
@@ -99,7 +102,7 @@ class Answer:
             number, event = await (self._read_merged() if self._pumps else self._read_one())
             if event is None:
                 if self._open_choices or self._open_usages:
-                    raise internal_error()
+                    raise self._broken()
                 return None
             first = number * self.n
             match event.WhichOneof("event"):
@@ -113,12 +116,17 @@ class Answer:
                 case "finished":
                     index = first + event.finished.index
                     if index not in self._open_choices or event.finished.reason not in REASONS:
-                        raise internal_error()
+                        raise self._broken()
                     self._open_choices.remove(index)
                     return index, event.finished
                 case "usage":
                     self._open_usages -= 1
                     self.counts.add(event.usage)
+
+    def _broken(self) -> ApiError:
+        """The caller is told nothing of it."""
+        logger.error("the engine's stream for request %s breaks the contract", self.request_id)
+        return internal_error()
 
     async def _read_one(self) -> tuple[int, pb.GenerateResponse | None]:
         return 0, await self._generations[0].read() or None

@@ -201,7 +201,7 @@ def test_the_client_s_exceptions(gateway, engine, kit, stream):
 
 
 @pytest.mark.parametrize("missing", ["finished", "usage", "everything", "reason"])
-def test_a_stream_that_ends_well_but_lacks_something_is_an_error(http, gateway, engine, kit, missing):
+def test_a_stream_that_ends_well_but_lacks_something_is_an_error(http, start_gateway, engine, kit, missing, tmp_path):
     async def script(request, context):
         yield kit.accepted()
         if missing == "everything":
@@ -213,9 +213,11 @@ def test_a_stream_that_ends_well_but_lacks_something_is_an_error(http, gateway, 
             yield kit.usage()
 
     engine.script = script
-    assert http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT).status_code == 500
-    answer = http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT | {"stream": True})
-    assert kit.events(answer.text)[-1]["error"]["code"] == "internal_error"
+    with start_gateway(engines=[engine.address]) as gateway:
+        assert http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT).status_code == 500
+        answer = http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT | {"stream": True})
+        assert kit.events(answer.text)[-1]["error"]["code"] == "internal_error"
+    assert (tmp_path / "gateway.log").read_text().count("the engine's stream for request r1 breaks the contract") == 2
 
 
 def test_an_engine_that_does_not_accept_is_an_error(http, gateway, engine, kit):
