@@ -17,7 +17,9 @@ def engine_banner(report: EngineReport, params: Params, name: str, *, with_key: 
 
 def gateway_banner(address: str, engines: tuple[str, ...], params: Params) -> str:
     """For a gateway alone."""
-    return f"Fulcrum gateway\n  OpenAI API  {_url(address, params)}\n  engines     {', '.join(engines)}"
+    url = _url(address, params)
+    addresses = {"page": url.removesuffix("v1"), "OpenAI API": url, "engines": ", ".join(engines)}
+    return "\n".join(("Fulcrum gateway", *(f"  {name:<11} {address}" for name, address in addresses.items())))
 
 
 def serve_banner(report: EngineReport, gateway: str, params: Params, name: str, *, with_key: bool) -> str:

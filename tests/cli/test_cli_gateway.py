@@ -33,7 +33,9 @@ def status(url: str) -> int:
 )
 def test_gateway_starts_and_ends(fulcrum, await_end, number: signal.Signals, workers: list[str], children: int) -> None:
     process = fulcrum("gateway", "--engine", NO_ENGINE, "--port=0", *workers)
+    page = process.expect(r"page        (http://127\.0\.0\.1:\d+)/\n")
     url = process.expect(r"OpenAI API  (http://127\.0\.0\.1:\d+)/v1")
+    assert page == url
     assert status(f"{url}/livez") == 200
     assert status(f"{url}/health") == 503
     family = process.descendants()
