@@ -20,9 +20,9 @@ from engine.own_folder import OwnFolder
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 10.0
-# torch's threads sleep while they wait for each other. Those that spin keep a core from the thread that they wait for:
-# beside one other busy process, two threads on two cores decode eight times slower then.
-_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+# How often torch's threads look for each other before they sleep. Those that only look keep a core from the one that
+# they wait for, beside another process, and those that only sleep are slow to wake: docs/benchmarks.md has both.
+_SPINS = {"GOMP_SPINCOUNT": "1000"}
 
 
 def config_to_json(config: EngineConfig) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class CoreProcess(Kept):
             *(sys.executable, "-m", "engine.core_main", str(self.socket)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=_ENVIRONMENT | os.environ,
+            env=({} if "OMP_WAIT_POLICY" in os.environ else _SPINS) | os.environ,
         )
         assert process.stdin is not None
         assert process.stdout is not None

@@ -97,15 +97,23 @@ async def test_it_serves_and_ends_when_it_is_told(config: EngineConfig) -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-async def test_its_threads_sleep_while_they_wait(config: EngineConfig, monkeypatch, given, expected) -> None:
-    if given is None:
-        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    else:
-        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "1000"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),  # which a count of looks would overrule
+    ],
+)
+async def test_its_threads_soon_sleep_while_they_wait(config: EngineConfig, monkeypatch, given, expected) -> None:
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     async with CoreProcess.start(config, progress=False) as core:
-        environment = Path(f"/proc/{core.pid}/environ").read_bytes().split(b"\0")
-        assert f"OMP_WAIT_POLICY={expected}".encode() in environment
+        lines = Path(f"/proc/{core.pid}/environ").read_text().split("\0")
+    assert {name: value for name, _, value in (line.partition("=") for line in lines) if name in names} == expected
 
 
 async def test_it_ends_in_the_middle_of_its_work(config: EngineConfig) -> None:
