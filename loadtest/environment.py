@@ -40,7 +40,8 @@ def environment() -> dict[str, Any]:
 def command(arguments: list[str]) -> str:
     """The command line as one would type it, without the values of headers, which may be keys, and without folders."""
     script = Path(arguments[0])
-    shown = ["python", "-m", f"loadtest.{script.stem}"] if script.parent.name == "loadtest" else ["fulcrum"]
+    programs = {"loadtest": ["python", "-m", f"loadtest.{script.stem}"], "gpu": ["python", f"tests/gpu/{script.name}"]}
+    shown = programs.get(script.parent.name, ["fulcrum"])
     for number, argument in enumerate(arguments[1:]):
         option, equals, value = argument.rpartition("=")
         path = Path(value)

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from engine.request import SamplingParams
@@ -25,6 +24,7 @@ from engine.sampler import Sampler
 from engine.step import RowInit
 from kernels.gpu.penalties import TABLE_WIDTH, adjust, bar, pack_adjustments
 from kernels.gpu.sampling import SamplingScratch, greedy, pack_params, sample
+from loadtest.environment import environment
 
 VOCAB = 152_064
 COUNTS = (1, 32, 128, 256, 512)
@@ -187,21 +187,21 @@ def main() -> None:
                 results.append(result)
                 print(result, f"{time.perf_counter() - began:.1f} s", flush=True)  # noqa: T201
     missed = [r for r in results if r["us"] > TARGETS.get((r["scene"], r["rows"]), float("inf"))]
-    report = {
-        "device": torch.cuda.get_device_name(),
-        "triton": triton.__version__,
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    for each in results:
+        times.setdefault((each["scene"], each["logits"]), {})[f"us_{each['rows']}"] = each["us"]
+    report = environment() | {
         "vocab_size": VOCAB,
         "seconds": round(time.perf_counter() - began, 1),
         "results": results,
+        "by_scene": [{"scene": scene, "logits": kind} | us for (scene, kind), us in times.items()],
         "missed": missed,
         "differences": sum(r.get("differences", 0) for r in results),
     }
     options.output.write_text(json.dumps(report, indent=1) + "\n")
     print(f"{'':20}" + "".join(f"{n:>9}" for n in options.counts))  # noqa: T201
-    for kind in ("peaked", "flat"):
-        for name in SCENES:
-            times = [r["us"] for r in results if r["logits"] == kind and r["scene"] == name]
-            print(f"{kind:8}{name:12}" + "".join(f"{us:9.1f}" for us in times))  # noqa: T201
+    for (scene, kind), us in times.items():
+        print(f"{kind:8}{scene:12}" + "".join(f"{each:9.1f}" for each in us.values()))  # noqa: T201
     print(f"{report['differences']} tokens differ from the twin's; {len(missed)} of the times are above target")  # noqa: T201
 
 

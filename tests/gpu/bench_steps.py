@@ -37,7 +37,11 @@ _MIXED = (
     (0, 1536, 6144),
 )
 # Not of few decodes: kernels that are set up early (kernels/gpu/launching.py) count the time that they wait.
-_PROFILED = ((128, 0, 0), (256, 768, 0), (0, 1152, 3456))
+_PROFILED = {
+    "128 decodes": (128, 0, 0),
+    "256 decodes and a chunk of 768": (256, 768, 0),
+    "a chunk of 1,152 after 3,456": (0, 1152, 3456),
+}
 DRAWN = SamplingParams(temperature=0.8, top_p=0.95, seed=0, ignore_eos=True)
 
 
@@ -199,17 +203,12 @@ def main(model: Path, output: Path, batches: str, context: int, profiled: bool, 
             continue
         runner.collect(runner.launch(rows.init([context] * decodes + [prefix + chunk], GREEDY)))
         measure(f"mixed {decodes} + {chunk} after {prefix}", mixed_steps(rows, decodes, context, chunk, prefix, 12))
-    for decodes, chunk, prefix in _PROFILED if profiled else ():
-        name = " and ".join(
-            [f"{decodes} decodes"] * bool(decodes)
-            + [f"a chunk of {chunk:,}" + f" after {prefix:,}" * bool(prefix)] * bool(chunk)
-        )
+    for name, (decodes, chunk, prefix) in _PROFILED.items() if profiled else ():
         runner.collect(runner.launch(rows.init([context] * decodes + [prefix + chunk] * bool(chunk), GREEDY)))
-        made = (
-            mixed_steps(rows, decodes, context, chunk, prefix, 10)
-            if chunk
-            else decode_steps(rows, decodes, context, 10)
-        )
+        if chunk:
+            made = mixed_steps(rows, decodes, context, chunk, prefix, 10)
+        else:
+            made = decode_steps(rows, decodes, context, 10)
         least = floors(runner, decodes, context, chunk, prefix)
         for group, (us, calls) in sorted(kernel_times(rows, made).items(), key=lambda entry: -entry[1][0]):
             floor_us = least.get(group)

@@ -84,6 +84,7 @@ def test_results_say_where_they_come_from():
         (["fulcrum", "--endpoint=/v1/chat", "--header", "k=v"], "fulcrum --endpoint=/v1/chat --header k=..."),
         (["fulcrum", "--header=x-key=k=v", "--model", "a b"], "fulcrum --header=x-key=... --model 'a b'"),
         (["{folder}/loadtest/suite.py", "m.gguf"], "python -m loadtest.suite m.gguf"),
+        (["{folder}/tests/gpu/bench_steps.py", "m"], "python tests/gpu/bench_steps.py m"),
     ],
 )
 def test_the_command_of_a_result_names_no_folder_and_no_key(arguments, shown, tmp_path):
