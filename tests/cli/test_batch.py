@@ -167,6 +167,11 @@ def replying(reply: Callable[[int, dict[str, Any]], Reply]) -> Iterator[Server]:
     class Backlogged(ThreadingHTTPServer):
         request_queue_size = 128
 
+        def handle_error(self, *about: Any) -> None:
+            # A client that has left is none, and would be printed into what another test reads.
+            if not isinstance(sys.exception(), ConnectionError):
+                super().handle_error(*about)
+
     with Backlogged(("127.0.0.1", 0), Handler) as http:
         server = Server(f"http://127.0.0.1:{http.server_port}/v1")
         thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
