@@ -97,6 +97,12 @@ def engine_dead() -> ApiError:
     return ApiError(grpc.StatusCode.UNAVAILABLE, "ENGINE_DEAD", "the engine is gone", retry_after=5.0)
 
 
+def grammar_compiler_dead() -> ApiError:
+    """UNAVAILABLE: the process that compiles grammars has died, and so has its successor."""
+    text = "the grammar compiler is gone"
+    return ApiError(grpc.StatusCode.UNAVAILABLE, "GRAMMAR_COMPILER_DEAD", text, retry_after=5.0)
+
+
 def _clean(text: str, limit: int) -> str:
     """Proto strings hold no lone surrogates, which a JSON escape or a template may have made."""
     encoded = text.encode("utf-8", "replace")

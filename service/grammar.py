@@ -19,7 +19,7 @@ import grpc
 import msgspec
 
 from engine.grammar import Vocabulary
-from service.errors import ApiError
+from service.errors import ApiError, grammar_compiler_dead
 from service.grammar_worker import BEGUN, Constraint, Result, Setup
 from service.tokenizer import Tokenizer
 from service.turns import Turns
@@ -27,6 +27,7 @@ from service.turns import Turns
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 2  # compilations; others wait for them
+_TRIES = 2  # of a compilation whose process dies
 _MEMORY_BYTES = 2 << 30
 _OUTPUT_BYTES = 128 << 20
 _KEPT_BYTES = 256 << 20
@@ -87,7 +88,8 @@ class GrammarCompiler:
             field: the request's field to blame, where it is not the constraint's kind.
             turn: in whose turn it is compiled.
 
-        Raises ApiError INVALID_ARGUMENT (INVALID_GRAMMAR): it cannot be compiled, or not within the limits.
+        Raises ApiError: INVALID_ARGUMENT (INVALID_GRAMMAR), it cannot be compiled, or not within the limits;
+        UNAVAILABLE, the process died, and so did its successor.
         """
         field = field or constraint.kind
         if not self._stops:
@@ -128,15 +130,16 @@ class GrammarCompiler:
 
     async def _compile(self, constraint: Constraint) -> Result:
         loop = asyncio.get_running_loop()
-        for deaths in (0, 1):
-            worker = await self._started()
+        for _ in range(_TRIES):
+            if (worker := await self._started()) is None:
+                continue
             began = loop.time()
             answer = await _asked(worker[1], msgspec.msgpack.encode(constraint), self._seconds + _SLACK_SECONDS)
             if answer:
                 break
             await _end(*worker)
-            if deaths:
-                raise RuntimeError("the grammar compiler has died, and so has its successor")
+        else:
+            raise grammar_compiler_dead()
         try:
             result = msgspec.msgpack.decode(answer.removeprefix(BEGUN), type=Result)
         except msgspec.DecodeError:  # it was ended
@@ -154,8 +157,8 @@ class GrammarCompiler:
             self._kept.popitem(last=False)
         return result
 
-    async def _started(self) -> tuple[Process, socket.socket]:
-        """The worker, which is started if it does not run, and the socket that takes its work."""
+    async def _started(self) -> tuple[Process, socket.socket] | None:
+        """The worker, which is started if it does not run, and the socket that takes its work; None: it died."""
         async with self._starting:
             if self._worker is not None:
                 if self._worker[0].returncode is None:
@@ -174,7 +177,8 @@ class GrammarCompiler:
             setup = Setup(vocabulary, self._seconds, _MEMORY_BYTES, _OUTPUT_BYTES)
             if not await _asked(control, msgspec.msgpack.encode(setup), _START_SECONDS):
                 await _end(process, control)
-                raise RuntimeError(f"the grammar compiler did not start (status {process.returncode})")
+                logger.error("the grammar compiler did not start (status %s)", process.returncode)
+                return None
             return self._worker
 
 

@@ -149,6 +149,33 @@ async def test_what_waits_for_a_process_that_dies_is_compiled_by_the_next(compil
     assert compiler._worker[0] is not process
 
 
+async def test_a_process_that_dies_while_it_starts_has_one_successor_and_then_a_retry_may_help(byte_model):
+    compiler = GrammarCompiler(Tokenizer.load(byte_model), 300, [EOS], seconds=SECONDS)
+    source, worker = Constraint("regex", "starts"), None
+
+    async def killed_while_it_starts():
+        nonlocal worker
+        async with asyncio.timeout(10):
+            while compiler._worker is worker:
+                await asyncio.sleep(0.01)
+        worker = compiler._worker
+        worker[0].kill()
+
+    try:
+        waiting = asyncio.create_task(compiler.compile(source))
+        await killed_while_it_starts()
+        await killed_while_it_starts()
+        with pytest.raises(ApiError) as caught:
+            await waiting
+        assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "GRAMMAR_COMPILER_DEAD")
+        assert caught.value.retry_after
+        waiting = asyncio.create_task(compiler.compile(source))
+        await killed_while_it_starts()
+        assert (await waiting).data
+    finally:
+        await compiler.close()
+
+
 async def test_one_that_finds_no_free_file_fails_and_holds_up_none(compiler, monkeypatch):
     """The process lives: to wait for its end were to wait for ever, and in the place of others."""
     await compiler.compile(Constraint("choices", '["started"]'))
