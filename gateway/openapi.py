@@ -71,9 +71,13 @@ def openapi(version: str) -> dict[str, Any]:
     named, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )
-    for model in models:
-        for name in model.unserved:  # inherited, and refused there
-            definitions["$defs"][model.__name__]["properties"].pop(name, None)
+    tops = {model.__name__: model for model in models}
+    for name, schema in definitions["$defs"].items():
+        if model := tops.get(name):
+            schema["properties"] |= dict.fromkeys(sorted(model.ignored), True)
+            schema["properties"] |= {field: {"enum": list(idle)} for field, idle in model.unserved.items()}
+        elif schema.get("additionalProperties") is False:
+            schema["additionalProperties"] = {"type": "null"}  # as gateway.strict has it
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     failures = {status: {"description": text, "content": error} for status, text in _ERRORS.items()}
     responses = {"200": {"description": "OK"}, **failures}
