@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import click
 
 from cli.options import engine_tls, existing_file, together
-from cli.settings import Params, engine_credentials, record
+from cli.settings import Params, engine_credentials, is_http, record
 from fulcrum.v1.inference_pb2 import FlushCacheRequest
 from loadtest.admin import operator
 from loadtest.datasets import DATASETS, Sampling
@@ -166,12 +165,7 @@ def target(params: Params) -> Target:
     url = params["base_url"] or f"{params['host']}:{params['port'] or (50051 if backend == 'grpc' else 8000)}"
     if "://" not in url:
         url = f"http://{url}"
-    try:
-        parts = urlsplit(url)
-        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and _plain(url)
-    except ValueError:
-        known = False
-    if not known:
+    if not is_http(url):
         raise click.BadParameter(f"{url!r} is not http(s)://HOST[:PORT]", param_hint="--base-url")
     headers = {name.lower(): value for name, value in params["headers"].items()}
     if (key := os.environ.get("OPENAI_API_KEY")) and "authorization" not in headers:

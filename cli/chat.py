@@ -8,7 +8,7 @@ import click
 import grpc
 
 from cli.run import Failed
-from cli.settings import Params, engine_credentials
+from cli.settings import Params, engine_credentials, first_key
 from cli.terminal import fields, say, system
 from fulcrum.client import FulcrumError, chat_request
 from fulcrum.sync_client import SyncFulcrumClient
@@ -21,9 +21,8 @@ _NOBODY = grpc.StatusCode.UNAVAILABLE
 def run_chat(params: Params) -> None:
     """Answers each line of standard input on standard output; everything else goes to standard error. Raises Failed."""
     interactive = sys.stdin.isatty()
-    keys = (params["api_key"] or "").split()  # the variable may hold several, as a server's does
     tls = {"credentials": engine_credentials(params), "tls_name": params["engine_tls_name"]}
-    with SyncFulcrumClient(params["address"], api_key=keys[0] if keys else None, **tls) as client:
+    with SyncFulcrumClient(params["address"], api_key=first_key(params), **tls) as client:
         try:
             name = client.get_model(deadline=_CONNECT_SECONDS).served_names[0]
             if interactive:

@@ -149,7 +149,7 @@ def chat(**params: Any) -> None:
 @main.command()
 @click.argument("request_id", required=False)
 @options.option("--admin-address", "HOST:PORT or unix:/PATH of the engine's administration.", required=True)
-@options.option("--api-key", "Key that the engine wants there.")
+@options.option("--api-key", "Key that the engine wants there (of several, the first).")
 @options.option(
     "--steps", "Write the latest steps here.", type=click.Path(dir_okay=False, writable=True, path_type=Path)
 )

@@ -240,7 +240,7 @@ service_settings = together(
 
 batch = together(
     option("--base-url", "A running server to ask (http://HOST:PORT/v1), instead of one's own.", metavar="URL"),
-    option("--api-key", "Key that the server of --base-url wants."),
+    option("--api-key", "Key that the server of --base-url wants (of several, the first)."),
     option(
         "--max-concurrency",
         "Requests that run together.",
@@ -261,10 +261,20 @@ batch = together(
 # For commands that answer in the terminal.
 sampling = together(
     option("--system", "System prompt.", metavar="TEXT"),
-    option("--max-tokens", "Most tokens to generate.", type=_COUNT, show_default="what the window holds"),
+    option(
+        "--max-tokens",
+        "Most tokens to generate.",
+        type=click.IntRange(1, 2**32 - 1),
+        show_default="what the window holds",
+    ),
     option("--temperature", "0 is greedy.", type=float, show_default="the model's"),
     option("--top-p", "Keep the likeliest tokens up to this probability.", type=float, show_default="the model's"),
-    option("--top-k", "Keep so many of the likeliest tokens.", type=click.IntRange(0), show_default="the model's"),
-    option("--seed", "Same seed, same answer.", type=click.IntRange(0)),
+    option(
+        "--top-k",
+        "Keep so many of the likeliest tokens.",
+        type=click.IntRange(0, 2**32 - 1),
+        show_default="the model's",
+    ),
+    option("--seed", "Same seed, same answer.", type=click.IntRange(0, 2**64 - 1)),
     option("--stop", "Ends the answer (several may be given).", multiple=True),
 )

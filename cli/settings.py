@@ -6,11 +6,13 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import click
 import grpc
 
 from engine.config import EngineConfig
+from fulcrum.keys import checked_key
 from fulcrum.tls import channel_credentials
 from gateway.config import GatewayConfig
 from service.config import AUTO, ServiceConfig
@@ -70,6 +72,22 @@ def engine_credentials(params: Params) -> grpc.ChannelCredentials | None:
     if params["engine_ca"] is None:
         return None
     return _checked(lambda: channel_credentials(params["engine_ca"], params["engine_cert"], params["engine_cert_key"]))
+
+
+def first_key(params: Params) -> str | None:
+    """The key that a client shows: of several, which a server's variable may hold, the first. Raises ConfigError."""
+    keys = (params["api_key"] or "").split()
+    return _checked(lambda: checked_key("api_key", keys[0])) if keys else None
+
+
+def is_http(url: str) -> bool:
+    """Whether this is http(s)://HOST[:PORT], with or without a path."""
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        return False
+    return bool(known) and url.isascii() and url.isprintable()
 
 
 def _checked(make: Callable[[], _Record]) -> _Record:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from cli.settings import Params, engine_credentials
+from cli.settings import Params, engine_credentials, first_key
 from fulcrum.client import FulcrumError
 from fulcrum.sync_client import admin_service
 from fulcrum.v1 import inference_pb2 as pb
@@ -58,7 +58,7 @@ def run_trace(request_id: str | None, steps: Path | None, last: int | None, conn
     address, tls = connection["admin_address"], engine_credentials(connection)
     tls_name = connection["engine_tls_name"]
     try:
-        with admin_service(address, api_key=connection["api_key"], credentials=tls, tls_name=tls_name) as (stub, given):
+        with admin_service(address, api_key=first_key(connection), credentials=tls, tls_name=tls_name) as (stub, given):
             if request_id is not None:
                 answer = _HTTP_ID.fullmatch(request_id)
                 request = pb.GetTraceRequest(request_id=answer[1] if answer else request_id)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import grpc
 
-from fulcrum.keys import KeyRing, is_loopback
+from fulcrum.keys import KeyRing, checked_key, is_loopback
 from fulcrum.tls import Identity, channel_credentials, identity
 from telemetry.tracing import check_endpoint
 
@@ -83,6 +83,8 @@ class GatewayConfig:
         for address in self.engines or ("",):
             if re.search(r"^unix:.|.:\d+$", address) is None:
                 raise ValueError(f"engines must be HOST:PORT or unix:/PATH, at least one, not {address!r}")
+        if self.engine_key:
+            checked_key("engine_key", self.engine_key)
         self.identity()
         self.engine_credentials()
         if self.key_ring().open and not is_loopback(self.host):

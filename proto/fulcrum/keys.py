@@ -80,6 +80,13 @@ def bearer(authorization: object) -> str | None:
     return authorization[len(_SCHEME) :].strip()
 
 
+def checked_key(name: str, key: str) -> str:
+    """The key. Raises: ValueError naming the setting `name`, where no header can carry it."""
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(f"{name}: a key is printable ASCII without blanks")
+    return key
+
+
 class KeyRing:
     """The keys of a server. A changed file is read again within half a second, at the next question.
 
@@ -175,9 +182,7 @@ def _parsed(words: list[str]) -> Key:
 
 
 def _given(name: str, key: str, *, gateway: bool = False) -> Key:
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ValueError(f"{name}: a key is printable ASCII without blanks")
-    return Key(DEFAULT_TENANT, digest(key), gateway=gateway)
+    return Key(DEFAULT_TENANT, digest(checked_key(name, key)), gateway=gateway)
 
 
 def _version(path: Path) -> tuple[int, ...]:

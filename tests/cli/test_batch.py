@@ -194,7 +194,9 @@ def batch(source: Path, target: Path, *arguments: str) -> Result:
 def test_a_running_server_is_asked(tmp_path: Path) -> None:
     source = write(tmp_path / "in", line("a", prompt="A\u2028é"), "", line("b", prompt="B"))
     with replying(ok) as server:
-        result = batch(source, tmp_path / "out", f"--base-url={server.url}", "--api-key=sk-1", "--max-concurrency=1")
+        result = batch(
+            source, tmp_path / "out", f"--base-url={server.url}", "--api-key=sk-1 sk-2", "--max-concurrency=1"
+        )
     assert result.exit_code == 0, result.output
     assert result.stdout == "2 rows: 2 answered, 0 of them with an error, 0 left\n"
     assert [path for path, _, _ in server.asked] == [TEXT, TEXT]
@@ -450,7 +452,8 @@ def test_two_processes_never_write_to_one_file(tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr) == (2, f"Error: {target}: another process writes to it\n")
 
 
-def test_a_base_url_has_a_scheme(tmp_path: Path) -> None:
-    result = batch(write(tmp_path / "in", line("a")), tmp_path / "out", "--base-url=localhost:8000")
+@pytest.mark.parametrize("url", ["localhost:8000", "http:///v1", "http://[::1/v1", "http://localhost:99999/v1"])
+def test_a_base_url_is_one(tmp_path: Path, url: str) -> None:
+    result = batch(write(tmp_path / "in", line("a")), tmp_path / "out", f"--base-url={url}")
     assert result.exit_code == 2
     assert "--base-url must be http://HOST:PORT/v1" in result.stderr

@@ -257,6 +257,13 @@ def test_name_of_a_local_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (["serve", "--max-num-seqs=0"], "Error: max_num_seqs must be at least 1, not 0"),
         (["gateway", f"--https-cert={__file__}"], "Error: https_cert and https_key must both be given"),
         (["generate", "hello", "--threads=0"], "Error: threads must be at least 1, not 0"),
+        (["gateway", "--engine-key=a\n"], "Error: engine_key: a key is printable ASCII without blanks"),
+        (["chat", "--api-key=clé"], "Error: api_key: a key is printable ASCII without blanks"),
+        (
+            ["trace", "x", "--admin-address=localhost:1", "--api-key=clé"],
+            "Error: api_key: a key is printable ASCII without blanks",
+        ),
+        (["batch", __file__, "out", "--api-key=clé"], "Error: api_key: a key is printable ASCII without blanks"),
         (
             ["engine", "--admin-address=1.2.3.4:5"],
             "Error: admin_address: a TCP address (1.2.3.4:5) needs an API key with admin, in api_key_file",
@@ -265,6 +272,14 @@ def test_name_of_a_local_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_a_wrong_setting_is_one_line_and_status_2(arguments: list[str], line: str) -> None:
     assert refusal(*arguments) == (2, line)
+
+
+@pytest.mark.parametrize("command", [["chat"], ["generate", "hello"]])
+@pytest.mark.parametrize("option", [f"--seed={2**64}", f"--top-k={2**32}", f"--max-tokens={2**32}"])
+def test_numbers_that_the_contract_cannot_hold_are_refused(command: list[str], option: str) -> None:
+    status, text = refusal(*command, option)
+    assert status == 2
+    assert f"{option.partition('=')[2]} is not in the range" in text
 
 
 @pytest.mark.parametrize("command", SERVING)

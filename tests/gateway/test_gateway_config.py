@@ -44,6 +44,7 @@ def test_loopback_needs_none(host):
         ("api_keys", ("two words",)),
         ("api_keys", ("",)),
         ("api_keys", ("naïve",)),
+        ("engine_key", "secret\n"),
         ("api_key_file", Path("/nowhere/keys")),
         ("https_cert", Path("/nowhere/cert.pem")),
         ("engine_ca", Path("/nowhere/ca.pem")),
