@@ -340,6 +340,16 @@ def test_a_child_gets_the_options_but_never_the_keys() -> None:
     assert settings.key_variables(("a", "b"))["FULCRUM_API_KEY"] == "a b"
 
 
+def test_of_several_service_processes_one_takes_the_metrics_port_that_a_variable_names(monkeypatch) -> None:
+    """As deploy/ has it; the others could not bind it."""
+    monkeypatch.setenv("FULCRUM_METRICS_PORT", "9100")
+    params, worker = parse("engine", "m", "--grpc-port=1"), main.commands["service-worker"]
+    lines = [settings.child_arguments(worker, {**params, "core": "c"}, metrics_port=port) for port in (9100, None)]
+    for name, value in settings.key_variables(()).items():
+        monkeypatch.setenv(name, value)
+    assert [parse(*line)["metrics_port"] for line in lines] == [9100, None]
+
+
 def test_key(tmp_path: Path) -> None:
     """Its two outputs fit each other; a tenant has several keys, and each is new."""
     results = [CliRunner().invoke(main, ["key", "acme", *more]) for more in ([], ["--priority=-3", "--admin"])]
