@@ -116,10 +116,8 @@ class Sampler:
         assert params.seed is not None
         self._inits[row] = init
         self._uses[row] = _uses(params, self._vocab_size)
-        # A stop token outside the vocabulary cannot be sampled: nothing is there to mask.
-        stops = [token for token in init.stop_mask if 0 <= token < self._vocab_size]
-        self._stop_ids[row] = np.array(stops, dtype=np.int64)
-        self._masked_until[row] = init.prompt_length + params.min_tokens if stops else 0
+        self._stop_ids[row] = np.array(init.stop_mask, dtype=np.int64)
+        self._masked_until[row] = init.prompt_length + params.min_tokens if init.stop_mask else 0
         self._bias_ids[row] = np.array(list(params.logit_bias), dtype=np.int64)
         self._bias[row] = np.array(list(params.logit_bias.values()), dtype=np.float32)
         floats = (

@@ -117,7 +117,7 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    eos_token_ids: tuple[int, ...]  # the union of config.json's and generation_config.json's
+    eos_token_ids: tuple[int, ...]  # of config.json and generation_config.json, those within the vocabulary
     generation: GenerationDefaults
     torch_dtype: str = ""  # the checkpoint's own, as config.json names it ("" where it does not)
 
@@ -165,9 +165,10 @@ class ModelConfig:
         max_len = _positive(config, "max_position_embeddings")
         rope = _rope(config, max_len)
         attention_bias = family.bias_keys and _flag(config, "attention_bias")
+        vocab_size = _positive(config, "vocab_size")
         return cls(
             architecture=config["architectures"][0],
-            vocab_size=_positive(config, "vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=_positive(config, "intermediate_size"),
             num_layers=num_layers,
@@ -183,7 +184,7 @@ class ModelConfig:
             o_bias=attention_bias,
             mlp_bias=family.mlp_bias_key and _flag(config, "mlp_bias"),
             qk_norm=family.qk_norm,
-            eos_token_ids=_eos_token_ids(config, generation or {}),
+            eos_token_ids=_eos_token_ids(vocab_size, config, generation or {}),
             generation=GenerationDefaults.from_hf(generation or {}),
             torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or ""),
         )
@@ -225,7 +226,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise ModelError(f"config.json: hidden_act is {activation!r:.200}; only 'silu' is supported")
 
 
-def _eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
+def _eos_token_ids(vocab_size: int, *configs: Mapping[str, Any]) -> tuple[int, ...]:
     found: dict[int, None] = {}
     for config in configs:
         ids = config.get("eos_token_id")
@@ -233,7 +234,7 @@ def _eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
             if not isinstance(token, int) or isinstance(token, bool) or token < 0:
                 raise ModelError(f"eos_token_id is {ids!r:.200}, not a token id or a list of them")
             found[token] = None
-    return tuple(found)
+    return tuple(token for token in found if token < vocab_size)
 
 
 def _layer_windows(config: Mapping[str, Any], family: _Family, num_layers: int) -> tuple[int | None, ...]:

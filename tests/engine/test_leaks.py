@@ -69,7 +69,7 @@ def test_nothing_leaks(tmp_path, monkeypatch):
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 16,
         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": VOCAB,
         "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
-        "eos_token_id": 2,
+        "eos_token_id": [2, VOCAB],  # one is no token
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(shape))
     core, _ = build_core(

@@ -28,10 +28,11 @@ def parse(generation=None, **changes):
 
 def test_eos_is_the_union():
     """Bug 29: config.json names one end of sequence, generation_config.json several; all of them count."""
-    assert parse({"eos_token_id": [151645, 151643]}, eos_token_id=151643).eos_token_ids == (151643, 151645)
+    assert parse({"eos_token_id": [95, 93]}, eos_token_id=93).eos_token_ids == (93, 95)
     assert parse({"eos_token_id": 7}).eos_token_ids == (2, 7)
     assert parse({}, eos_token_id=None).eos_token_ids == ()
     assert parse({}, eos_token_id=[4, 5, 4]).eos_token_ids == (4, 5)
+    assert parse({"eos_token_id": [100]}, eos_token_id=[99, 2**40]).eos_token_ids == (99,)  # of 100 tokens
 
 
 def test_generation_defaults():
