@@ -61,6 +61,7 @@ class CoreClient:
         self._knows_vocabulary = False
         self._closed = asyncio.Event()
         self._state_changed = asyncio.Event()
+        self._ending = asyncio.Event()
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
@@ -170,9 +171,12 @@ class CoreClient:
         """Drops the cached pages that nobody uses. Returns how many."""
         return await self._call("flush_cache", int)
 
-    async def drain(self) -> int:
-        """The core takes no new requests from now on. Returns how many are live."""
-        return await self._call("drain", int)
+    async def drain(self, *, end: bool = False) -> int:
+        """The core takes no new requests from now on; with `end` all clients hear that theirs are to end (`ending`).
+
+        Returns how many are live.
+        """
+        return await self._call("drain", int, "end" if end else "")
 
     def note(self, request_id: str, kind: str) -> None:
         """For the trace of a request, if one is kept: something happened to it just now."""
@@ -190,6 +194,11 @@ class CoreClient:
     async def state_changed(self) -> None:
         """Returns when `draining` has become true or the connection is lost."""
         await self._state_changed.wait()
+
+    async def ending(self) -> bool:
+        """Returns when the requests that run are to end, whoever said so, or (False) when the connection is lost."""
+        await self._ending.wait()
+        return not self._closed.is_set()
 
     async def closed(self) -> None:
         """Returns when the connection is lost."""
@@ -251,6 +260,8 @@ class CoreClient:
             case messages.CoreState():
                 self.draining = message.draining
                 self._state_changed.set()
+                if message.ending:
+                    self._ending.set()
 
     def _dispatch_outputs(self, outputs: messages.Outputs) -> None:
         streams = self._streams
@@ -268,6 +279,7 @@ class CoreClient:
     def _fail_all(self, error: CoreDied) -> None:
         self._closed.set()
         self._state_changed.set()
+        self._ending.set()
         self._writer.close()
         for stream in self._streams.values():
             stream.fail(error)

@@ -281,10 +281,11 @@ class CoreServer:
             case "flush_cache":
                 return scheduler.cache.flush()
             case "drain":
-                if not scheduler.draining:
+                ending = call.argument == "end"
+                if ending or not scheduler.draining:
                     scheduler.draining = True
                     for connection in self._connections.values():
-                        self._post(connection, messages.CoreState(draining=True))
+                        self._post(connection, messages.CoreState(draining=True, ending=ending))
                 return len(self._owners)
             case "trace":
                 return scheduler.tracer.request(call.argument)

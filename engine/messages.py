@@ -43,7 +43,7 @@ class Call(msgspec.Struct, tag="call", array_like=True):
 
     call_id: int
     method: CallMethod
-    argument: str = ""  # of "trace": the request's id; of "steps": how many
+    argument: str = ""  # of "trace": the request's id; of "steps": how many; of "drain": "end", what runs is to end
 
 
 class Note(msgspec.Struct, tag="note", array_like=True):
@@ -176,9 +176,12 @@ class Refusal(msgspec.Struct, tag="refusal", array_like=True):
 
 
 class CoreState(msgspec.Struct, tag="state", array_like=True):
-    """Core to every client, whenever it changes: a draining core takes no new requests."""
+    """Core to every client, whenever it changes: a draining core takes no new requests, an ending one has no time left
+    for those that run.
+    """
 
     draining: bool
+    ending: bool = False
 
 
 ToCore = Submit | EndSequences | Abort | Call | LoadGrammar | Note

@@ -10,7 +10,7 @@ from engine.client import CoreClient
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc
 from service.aio_server import Context
-from service.errors import ApiError, Violation, draining, invalid
+from service.errors import ApiError, Violation, invalid
 from service.figures import Figures
 from service.live import LiveCalls
 from service.validate import given
@@ -97,7 +97,7 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """The core takes nothing new from now on, for good; the answer comes when the running requests have ended.
 
-        What still runs in this process after the grace is ended; other processes are drained by their own grace.
+        What still runs after the grace is ended, in every process.
         """
         grace = given(request, "grace_seconds", None)
         if grace is not None and not 0 <= grace <= _MAX_GRACE:
@@ -107,7 +107,7 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
                 while await self.core.drain() or len(self.live):  # noqa: ASYNC110 - other processes end theirs
                     await asyncio.sleep(_DRAIN_POLL_SECONDS)
         except TimeoutError:
-            return pb.DrainResponse(requests_aborted=self.live.end(draining))
+            return pb.DrainResponse(requests_aborted=await self.core.drain(end=True))
         return pb.DrainResponse()
 
     def _waits(self) -> pb.Waits:

@@ -165,18 +165,20 @@ async def serve(
 
 
 async def _watch_core(core: CoreClient, live: LiveCalls, health: Health) -> None:
-    """Tells health when the core drains, and everybody when it dies; then waits for the next one."""
-    draining = False
+    """Tells health when the core drains, and everybody when that is over or it dies; then waits for the next one."""
+    drained = False
     while True:
         await core.state_changed()
-        draining |= core.draining
-        if draining:
+        drained |= core.draining
+        if drained:
             health.end()
+        if await core.ending():
+            live.end(draining)
         await core.closed()
         health.set(serving=False)
         logger.error("the engine core is gone: %d requests are ended", live.interrupt(engine_dead))
         await core.reconnect()
-        if draining:  # which is for good
+        if drained:  # which is for good
             with contextlib.suppress(CoreDied):  # that one is gone, too: the next will be told
                 await core.drain()
         logger.warning("the engine core serves again")

@@ -360,6 +360,17 @@ async def test_a_draining_core_refuses_and_finishes(served: Served) -> None:
             assert late.draining
 
 
+async def test_the_end_of_a_drain_is_told_to_all(served: Served) -> None:
+    async with connected(served) as client, connected(served) as other:
+        running = await other.submit(request("a", max_tokens=LONG))
+        await client.drain()
+        assert await client.drain(end=True) == 1
+        assert await other.ending()
+        other.abort_soon(running)
+        while await client.drain():
+            pass
+
+
 async def test_flush_cache_tells_what_it_freed(served: Served) -> None:
     async with connected(served) as client:
         await read(await client.submit(request("a", (4,) * 64, max_tokens=1)))

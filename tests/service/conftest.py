@@ -83,6 +83,7 @@ class FakeCore:
         self.refuse_with: RequestRejected | None = None
         self.reply: Callable[[Request], Iterable[tuple[Any, ...]]] | None = None
         self._changed = asyncio.Event()
+        self._ending = asyncio.Event()
         self._closed = asyncio.Event()
         self._revived = asyncio.Event()
 
@@ -143,10 +144,12 @@ class FakeCore:
         self._check()
         return 12
 
-    async def drain(self) -> int:
+    async def drain(self, *, end: bool = False) -> int:
         self._check()
         self.draining = True
         self._changed.set()
+        if end:
+            self._ending.set()
         return len(self.streams)
 
     async def reconnect(self) -> None:
@@ -155,6 +158,10 @@ class FakeCore:
 
     async def state_changed(self) -> None:
         await self._changed.wait()
+
+    async def ending(self) -> bool:
+        await self._ending.wait()
+        return not self._closed.is_set()
 
     async def closed(self) -> None:
         await self._closed.wait()
@@ -179,6 +186,7 @@ class FakeCore:
     def die(self) -> None:
         self._closed.set()
         self._changed.set()
+        self._ending.set()
         for stream in self.streams.values():
             stream.fail(CoreDied("gone"))
         self.streams.clear()

@@ -389,13 +389,14 @@ async def test_admin_drain_waits_for_the_running_requests(make_core, serving, de
         assert (await draining).requests_aborted == 0
 
 
-async def test_admin_drain_with_a_grace_ends_what_is_left(make_core, serving, details):
+async def test_admin_drain_with_a_grace_ends_what_is_left_in_every_process(make_core, serving, details):
     core = make_core()
-    async with serving(core) as server:
-        call = await begin(server)
-        ended = asyncio.create_task(end_of(call))
-        assert (await server.admin.Drain(pb.DrainRequest(grace_seconds=0.1))).requests_aborted == 1
-        assert details(await ended).reason == "DRAINING"
+    async with serving(core) as server, serving(core, admin_address=None) as other:
+        ended = [
+            asyncio.create_task(end_of(await begin(each, str(number)))) for number, each in enumerate((server, other))
+        ]
+        assert (await server.admin.Drain(pb.DrainRequest(grace_seconds=0.1))).requests_aborted == 2
+        assert [details(each).reason for each in await asyncio.gather(*ended)] == ["DRAINING", "DRAINING"]
         bad = server.admin.Drain(pb.DrainRequest(grace_seconds=float("nan")))
         assert await code_of(bad) is grpc.StatusCode.INVALID_ARGUMENT
 
