@@ -14,9 +14,9 @@ from cli import bench_options as options
 from cli.options import CONTEXT, existing_file
 from loadtest.compare import compare as side_by_side
 from loadtest.options import POSITIVE, POSITIVE_OR_INF, Listed
+from loadtest.plots import plot
 from loadtest.report import Run, check_folder, details, print_out, read_result, save
 from loadtest.serve import LoadTest
-from loadtest.sweep import plot
 from loadtest.tables import serve_table
 
 

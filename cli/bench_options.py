@@ -26,7 +26,17 @@ from loadtest.serve import LoadTest
 _PATH = click.Path(exists=True, path_type=Path)
 _NUMBER = click.IntRange(min=0)
 _RATIO = Number(min=0, max=1, max_open=True)
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_SHARE = Number(min=0, max=1)
+_PENALTY = Number(min=-2, max=2)
+_SAMPLING: dict[str, click.ParamType[Any]] = {
+    "temperature": Number(min=0),
+    "top_p": _SHARE,
+    "top_k": click.INT,
+    "min_p": _SHARE,
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": Number(min=0, min_open=True),
+}
 
 
 def _pairs(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, str]:
@@ -105,7 +115,7 @@ load = together(
     click.option("--burstiness", type=POSITIVE_OR_INF, default=1.0, help="1: Poisson; less: bursts; more: even."),
     click.option("--max-concurrency", type=COUNT, help="Most requests under way at once."),
     click.option("--ignore-eos", is_flag=True, help="Generate all tokens (random prompts always do)."),
-    *(click.option(f"--{name.replace('_', '-')}", type=int if name == "top_k" else Number()) for name in _SAMPLING),
+    *(click.option(f"--{name.replace('_', '-')}", type=kind) for name, kind in _SAMPLING.items()),
     click.option("--extra-body", callback=_object, metavar="JSON", help="Further fields of the HTTP body."),
     click.option("--num-warmups", "warmups", type=_NUMBER, default=0, help="Requests before the measurement."),
     click.option("--workers", type=COUNT, default=WORKERS, show_default="a quarter of the cores, at most 4"),

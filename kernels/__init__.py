@@ -1,1 +1,1 @@
-"""Torch operations of the model and the sampler; each is the twin that a later GPU kernel is tested against."""
+"""Torch operations of the model and the sampler: what CPUs run, and the twins that `kernels.gpu` is tested against."""

@@ -145,7 +145,7 @@ def _inner(fields: Any, file: str, *keys: str | int) -> Any:
 
 
 @click.command()
-@click.option("--folder", type=click.Path(exists=True, file_okay=False, path_type=Path), default=FOLDER, help="docs")
+@click.option("--folder", type=click.Path(exists=True, file_okay=False, path_type=Path), default=FOLDER, help="docs/")
 @click.option("--check", is_flag=True, help="Write nothing; exit status 1 when the page is not what would be written.")
 def main(folder: Path, check: bool) -> None:
     """Write benchmarks.md out of benchmarks.md.in and results/."""

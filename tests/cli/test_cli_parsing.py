@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from cli import processes, settings
+from cli.bench import bench
 from cli.main import main
 from cli.options import Budget
 from engine.config import EngineConfig
@@ -48,6 +49,14 @@ def test_help(command: list[str]) -> None:
     result = CliRunner().invoke(main, [*command, "--help"])
     assert result.exit_code == 0
     assert result.output.startswith("Usage: ")
+
+
+@pytest.mark.parametrize("command", [*bench.commands.values()], ids=lambda command: command.name)
+def test_help_of_load_tests(command: click.Command) -> None:
+    """Ranges are of numbers: one without ends would be shown as `x<=None`."""
+    result = CliRunner().invoke(command, ["--help"])
+    assert result.exit_code == 0
+    assert "None" not in result.output
 
 
 @pytest.mark.parametrize("command", sorted({*COMMANDS} - {"key"}))  # a variable would make keys of more rights
