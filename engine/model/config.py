@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from engine.model.errors import ModelError
 
-RopeType = Literal["default", "linear", "llama3", "yarn", "divided"]
+RopeType = Literal["default", "linear", "llama3", "yarn"]
 
 # Files that break these are broken, or made to do harm.
 MAX_JSON_BYTES = 64 << 20
@@ -79,8 +79,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 class RopeConfig:
     """Rotary position embeddings (arXiv:2104.09864), and how their frequencies are stretched.
 
-    "linear" divides all of them by factor; "llama3" only the low ones; "yarn" is arXiv:2309.00071; "divided" has a
-    divisor for each (GGUF has no more of llama3's).
+    "linear" divides all of them by factor; "llama3" only the low ones; "yarn" is arXiv:2309.00071.
     """
 
     theta: float
@@ -93,7 +92,7 @@ class RopeConfig:
     beta_slow: float = 1.0  # "yarn": and ends
     truncate: bool = True  # "yarn": whether the ramp's ends are rounded to whole dimensions
     attention_factor: float = 1.0  # "yarn": cos and sin are multiplied by it
-    divisors: tuple[float, ...] = ()  # "divided": head_dim / 2 of them
+    divisors: tuple[float, ...] = ()  # of each frequency on top of that, if any (all that GGUF has of llama3's)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +149,8 @@ class ModelConfig:
         hidden_size = _positive(config, "hidden_size")
         num_layers = _positive(config, "num_hidden_layers", most=MAX_LAYERS)
         num_heads = _positive(config, "num_attention_heads")
-        num_kv_heads = _positive(config, "num_key_value_heads", family.num_kv_heads or num_heads)
+        silent = {"num_key_value_heads": family.num_kv_heads}  # null is num_heads in every family
+        num_kv_heads = _positive({**silent, **config}, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise ModelError(
                 f"config.json: num_attention_heads ({num_heads}) is no multiple of num_key_value_heads ({num_kv_heads})"
@@ -261,7 +261,14 @@ def _layer_windows(config: Mapping[str, Any], family: _Family, num_layers: int) 
 
 def _rope(config: Mapping[str, Any], max_len: int) -> RopeConfig:
     """Both spellings: `rope_theta` beside `rope_scaling`, and `rope_parameters` of transformers 5."""
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    spellings = [key for key in ("rope_parameters", "rope_scaling") if config.get(key)]
+    rope, *others = [_rope_of(config, key, max_len) for key in spellings or ["rope_scaling"]]
+    if others and others != [rope]:
+        raise ModelError("config.json: rope_parameters and rope_scaling say different things; leave one out")
+    return rope
+
+
+def _rope_of(config: Mapping[str, Any], key: str, max_len: int) -> RopeConfig:
     given = config.get(key) or {}
     if not isinstance(given, dict):
         raise ModelError(f"config.json: {key} is {given!r:.200}, not an object")

@@ -15,7 +15,7 @@ import torch
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
-from engine.model.config import ModelConfig, RopeConfig
+from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
 from engine.model.gguf_config import generation_config, hf_config
 from engine.model.gguf_header import TensorInfo, read_gguf
@@ -61,8 +61,7 @@ class GGUFCheckpoint:
             # Positive, and no infinities or NaN.
             if len(divisors) != self.config.head_dim // 2 or not all(1e-6 < one < 1e6 for one in divisors):
                 raise ModelError(f"{path}: tensor {ROPE_DIVISORS} does not hold a divisor for each frequency")
-            rope = RopeConfig(self.config.rope.theta, "divided", divisors=tuple(divisors))
-            self.config = replace(self.config, rope=rope)
+            self.config = replace(self.config, rope=replace(self.config.rope, divisors=tuple(divisors)))
 
     @property
     def total_bytes(self) -> int:

@@ -13,16 +13,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / rope.theta**exponents
     match rope.kind:
-        case "default":
-            return frequencies
         case "linear":
-            return frequencies / rope.factor
+            frequencies = frequencies / rope.factor
         case "llama3":
-            return _llama3(frequencies, rope)
+            frequencies = _llama3(frequencies, rope)
         case "yarn":
-            return _yarn(frequencies, rope, head_dim)
-        case "divided":
-            return frequencies / torch.tensor(rope.divisors)
+            frequencies = _yarn(frequencies, rope, head_dim)
+    return frequencies / torch.tensor(rope.divisors) if rope.divisors else frequencies
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:

@@ -296,6 +296,15 @@ def test_llama3_frequencies_are_divided_as_the_file_says(
     assert dict(checkpoint.tensors()).keys() == weights.keys()
 
 
+def test_divisors_come_on_top_of_a_scaling(tmp_path: Path) -> None:
+    """As ggml's rope has it: each frequency divided by its own divisor, and then scaled."""
+    divisors = np.linspace(1, 8, HEAD_DIM // 2, dtype=np.float32)
+    extra = {"rope_freqs.weight": divisors, "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    config = GGUFCheckpoint(write_model(tmp_path / "m.gguf", "llama", random_weights("llama"), extra=extra)).config
+    expected = 1e6 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM) / divisors / 4
+    np.testing.assert_allclose(inverse_frequencies(config.rope, HEAD_DIM).numpy(), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("divisors", [[1.0] * 31, [1.0] * 31 + [0.0], [1.0] * 31 + [float("nan")]])
 def test_divisors_that_make_no_sense_are_named(divisors: list[float], tmp_path: Path) -> None:
     extra = {"rope_freqs.weight": np.array(divisors, np.float32)}

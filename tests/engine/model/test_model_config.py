@@ -57,6 +57,14 @@ def test_silent_fields_have_transformers_defaults(family):
     assert ours.rope.theta == 10000.0
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_null_is_not_silence(family):
+    """Without num_key_value_heads Qwen has 32 KV heads; where it is null, as many as query heads."""
+    null = {**LLAMA, "architectures": [f"{family.capitalize()}ForCausalLM"], "num_key_value_heads": None}
+    theirs = transformers.AutoConfig.for_model(family, **null)
+    assert ModelConfig.from_hf(null).num_kv_heads == theirs.num_key_value_heads == 4
+
+
 def test_families_differ_in_bias_and_norm():
     """Bug 32: Qwen2 has biases on q, k and v only; Qwen3 normalises q and k; Llama's attention_bias covers o too."""
     qwen2 = parse(architectures=["Qwen2ForCausalLM"], num_key_value_heads=2)
@@ -90,7 +98,9 @@ def test_layer_windows():
 def test_window(rope, window):
     """Bug 31: rope scaling stretches the context, in llama3 already within max_position_embeddings."""
     assert parse(rope_scaling=rope).window == window
-    assert parse(rope_parameters={"rope_theta": 5e5, **rope} if rope else None).window == window
+    new = {"rope_theta": 5e5, **rope} if rope else None
+    assert parse(rope_parameters=new).window == window
+    assert parse(rope_parameters=new, rope_scaling=rope, rope_theta=5e5).window == window  # for old and new readers
 
 
 @pytest.mark.parametrize(
@@ -113,6 +123,7 @@ def test_window(rope, window):
         ({"rope_scaling": {"type": "linear"}}, "lacks factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "lacks low_freq_factor"),
         ({"rope_theta": -1}, "rope_theta"),
+        ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": YARN}, "rope_parameters and rope_scaling"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": 4, "sliding_window": 0}, "sliding_window"),
