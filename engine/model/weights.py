@@ -1,5 +1,6 @@
 """Fills a decoder with weights: every one exactly once, and nothing else."""
 
+import logging
 import re
 
 import torch
@@ -9,6 +10,9 @@ from tqdm import tqdm
 from engine.model.checkpoint import Checkpoint
 from engine.model.decoder import Decoder
 from engine.model.errors import ModelError
+from kernels.linear import Linear
+
+logger = logging.getLogger(__name__)
 
 # Old checkpoints hold the rotary frequencies, which follow from the configuration.
 _HARMLESS = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -17,6 +21,8 @@ _DUMMY_STD = 0.02
 
 def load_weights(decoder: Decoder, checkpoint: Checkpoint, *, progress: bool) -> None:
     """Streams the checkpoint's tensors into the decoder, cast to its dtype.
+
+    A head that is stored and differs from an embedding that it should be tied to is kept apart, as transformers does.
 
     Args:
         progress: show a bar on stderr.
@@ -33,8 +39,10 @@ def load_weights(decoder: Decoder, checkpoint: Checkpoint, *, progress: bool) ->
             bar.update(tensor.numel() * tensor.element_size())
             if name in loaded:
                 raise ModelError(f"{checkpoint.file}: tensor {name} is there twice")
+            if name == "lm_head.weight" and decoder.config.tie_embeddings:
+                wanted[name] = torch.empty_like(decoder.embedding)
             if name not in wanted:
-                if _HARMLESS.fullmatch(name) or (name == "lm_head.weight" and decoder.config.tie_embeddings):
+                if _HARMLESS.fullmatch(name):
                     continue
                 raise ModelError(f"{checkpoint.file}: unexpected tensor {name}")
             _copy(tensor, wanted[name], f"{checkpoint.file}: tensor {name}")
@@ -43,6 +51,10 @@ def load_weights(decoder: Decoder, checkpoint: Checkpoint, *, progress: bool) ->
     if missing:
         also = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise ModelError(f"{checkpoint.path}: tensor {missing[0]} is missing{also}")
+    head = wanted.get("lm_head.weight")
+    if decoder.config.tie_embeddings and head is not None and not torch.equal(head, decoder.embedding):
+        logger.warning("%s: lm_head.weight is not the embedding, though config.json ties them", checkpoint.path)
+        decoder.lm_head = Linear(head)
 
 
 def fill_dummy(decoder: Decoder, seed: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from engine.model.checkpoint import open_checkpoint
 from engine.model.decoder import Decoder
@@ -164,14 +165,17 @@ def test_harmless_keys_are_skipped(folder):
     load(folder)
 
 
-def test_tied_head_may_be_stored(tmp_path, tools):
-    """Bug 30: lm_head.weight may be absent or present where embeddings are tied; it is the embedding either way."""
-    folder, model = tools.make_model(tmp_path / "tied", "llama", tie_word_embeddings=True)
+@pytest.mark.parametrize("scale", [1, -1], ids=["equal", "another"])
+def test_tied_head_may_be_stored(scale, tmp_path, tools, caplog):
+    """Bug 30: an lm_head.weight that is not the embedding is what the model was trained with, whatever is tied."""
+    folder, _ = tools.make_model(tmp_path / "tied", "llama", tie_word_embeddings=True)
     file = folder / "model.safetensors"
-    assert "lm_head.weight" not in load_file(file)
-    save_file(load_file(file) | {"lm_head.weight": torch.zeros(160, 64)}, file, {"format": "pt"})
+    weights = load_file(file)
+    assert "lm_head.weight" not in weights
+    save_file(weights | {"lm_head.weight": scale * weights["model.embed_tokens.weight"]}, file, {"format": "pt"})
     output = tools.Driver(tools.make_runner(folder)).generate([[1, 2, 3]], 10)[0]
-    assert output == tools.oracle(model, [1, 2, 3], output)
+    assert output == tools.oracle(LlamaForCausalLM.from_pretrained(folder), [1, 2, 3], output)
+    assert ("lm_head.weight is not the embedding" in caplog.text) == (scale == -1)
 
 
 def test_untied_head_must_be_stored(folder):
