@@ -105,8 +105,10 @@ def gateway(**params: Any) -> None:
 def generate(prompt: str | None, **params: Any) -> None:
     """Answer PROMPT (or what standard input holds) in the terminal, without a server."""
     from cli.generate import generate_text
+    from cli.run import utf8_alone
 
-    generate_text(sys.stdin.read() if prompt in (None, "-") else str(prompt), params)
+    with utf8_alone():
+        generate_text(sys.stdin.read() if prompt in (None, "-") else str(prompt), params)
 
 
 @main.command()
@@ -142,8 +144,10 @@ def chat(**params: Any) -> None:
     Each line of standard input is a turn. /reset forgets the conversation, /exit ends it; Ctrl-C stops an answer.
     """
     from cli.chat import run_chat
+    from cli.run import utf8_alone
 
-    run_chat(params)
+    with utf8_alone():
+        run_chat(params)
 
 
 @main.command()

@@ -190,6 +190,15 @@ def engine_in_process(params: Params) -> "Iterator[tuple[LLM, Path]]":
 
 
 @contextlib.contextmanager
+def utf8_alone() -> Iterator[None]:
+    """Says in one line that a prompt has other bytes."""
+    try:
+        yield
+    except UnicodeError as error:
+        raise Failed("what was typed or piped in is not UTF-8") from error
+
+
+@contextlib.contextmanager
 def clear_errors() -> Iterator[None]:
     """Turns what a person can mend into one line."""
     from engine.model.errors import ModelError

@@ -69,5 +69,7 @@ def run_trace(request_id: str | None, steps: Path | None, last: int | None, conn
                 click.echo(
                     f"{len(kept)} steps are in {steps}: open it in ui.perfetto.dev or chrome://tracing", err=True
                 )
+    except OSError as error:
+        raise click.ClickException(str(error)) from error
     except FulcrumError as error:
         raise click.ClickException(f"{address}: {error}") from error

@@ -93,6 +93,9 @@ def test_serve(fulcrum, await_end, engine_options: list[str], tmp_path: Path) ->
         run = subprocess.run(line, input=text.encode(), env=variables, capture_output=True, timeout=60, check=True)
         return run.stdout.decode()
 
+    raw = [sys.executable, "-m", "cli", "chat", f"--address={grpc_address}", "--api-key=sk-user"]
+    other = subprocess.run(raw, input=b"a\xffb\n", capture_output=True, timeout=60, check=False)
+    assert (other.returncode, other.stderr) == (1, b"Error: what was typed or piped in is not UTF-8\n")
     one = chat("Hello\n")
     assert len(one) > 1
     assert chat("\nHello\n/reset\n  Hello  \n/exit\nunread\n") == one + one
@@ -287,6 +290,8 @@ def test_generate(tiny_model: Path) -> None:
     long = run("--raw", "x" * 200)
     assert long.exit_code == 1
     assert "context length is 128 tokens" in long.stderr
+    for other in (run("a\udcffb"), CliRunner().invoke(main, ["generate", *options], input=b"a\xffb")):
+        assert (other.exit_code, other.stderr) == (1, "Error: what was typed or piped in is not UTF-8\n")
 
 
 def test_a_model_that_is_none_is_one_line_and_status_1(tmp_path: Path) -> None:

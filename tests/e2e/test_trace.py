@@ -30,6 +30,8 @@ def test_a_request_and_the_steps(served, tmp_path):
     with grpc.insecure_channel(served.grpc) as channel:
         events = list(rpc.InferenceServiceStub(channel).Generate(request))
     usage = events[-1].usage
+    nowhere = fulcrum("--admin-address", served.admin, "--steps", str(tmp_path / "none" / "steps.json"))
+    assert (nowhere.returncode, nowhere.stderr.count("\n")) == (1, 1), nowhere.stderr
     file = tmp_path / "steps.json"
     done = fulcrum("traced", "--admin-address", served.admin, "--steps", str(file), "--last", "20")
     assert done.returncode == 0, done.stderr
