@@ -20,7 +20,7 @@ from gateway.live import FILES, Page
 from gateway.metrics import Metrics
 from gateway.routes import VERSION, Routes
 from telemetry.expiry import Certificates
-from telemetry.garbage import collect_rarely, forget_frames
+from telemetry.garbage import collect_rarely, forget_frames, give_back_freed_memory
 from telemetry.tracing import Tracer
 
 logger = logging.getLogger(__name__)
@@ -37,12 +37,13 @@ def create_app(config: GatewayConfig) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        watch = asyncio.create_task(certificates.watch())
+        beside = [asyncio.create_task(each) for each in (certificates.watch(), give_back_freed_memory())]
         async with pool:
             collect_rarely()
             sys.setswitchinterval(0.001)  # a thread that checks a large body lets the streams go on so soon
             yield
-        watch.cancel()
+        for task in beside:
+            task.cancel()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
 

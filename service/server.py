@@ -37,6 +37,7 @@ from service.metrics import EngineCollector, MetricsServer
 from service.model import ServedModel
 from service.servicer import InferenceServicer
 from telemetry.expiry import Certificates
+from telemetry.garbage import give_back_freed_memory
 from telemetry.tracing import Tracer
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,8 @@ async def serve(
         certificates = Certificates(config.certificates())
         following = asyncio.create_task(_watch_core(core, live, health))  # the core may be draining already
         stopped = asyncio.create_task(stop.wait())
-        for task in (following, stopped, asyncio.create_task(certificates.watch())):
+        beside = map(asyncio.create_task, (certificates.watch(), give_back_freed_memory()))
+        for task in (following, stopped, *beside):
             cleanup.callback(task.cancel)
         serving = [await _start(main, cleanup)]
 

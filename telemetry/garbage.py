@@ -1,10 +1,13 @@
-"""What Python's collector has to do in a server: little, since it looks at everything that waits for a token."""
+"""What becomes of freed memory. Python's collector has little to do: it looks at everything that waits for a token."""
 
+import asyncio
+import ctypes
 import gc
 
 # Objects that are made beyond those that end until the collector looks at the youngest: with the 700 that Python begins
 # with, a token of each of some hundred streams set it off, and what waits for the next token was old within a second.
 _YOUNG, _MIDDLE, _OLD = 10_000, 20, 20
+_TRIM_SECONDS = 10.0
 
 
 def collect_rarely() -> None:
@@ -22,3 +25,14 @@ def forget_frames(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
+
+
+async def give_back_freed_memory() -> None:
+    """Every ten seconds the system gets back what glibc keeps of freed memory, which is all below what is still used.
+
+    Of 48 refused messages of 16 MB that was 0.9 GB. Where there is nothing to give it takes 0.2 ms, beside 200 streams.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    while trim is not None:
+        await asyncio.sleep(_TRIM_SECONDS)
+        await asyncio.to_thread(trim, 0)

@@ -273,3 +273,24 @@ async def test_long_prompts_that_are_refused_are_not_kept(stormed: Any) -> None:
             grown.append(stormed.resident() - before)
     logger.info("memory grew by %s MB", grown)
     assert grown[-1] < 2 * GROWTH_MB
+
+
+async def test_memory_is_back_after_a_flood_of_large_messages(stormed: Any) -> None:
+    """The allocator keeps what is freed below anything that is used, until it is asked for it."""
+    text, at_once = "hello " * 2_600_000, 24  # 15.6 MB
+    before = stormed.resident()
+
+    async def refused(number: int) -> None:
+        # An option of its own: else they all share a connection.
+        async with grpc.aio.insecure_channel(stormed.grpc, options=[("number", number)]) as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="maximum context length"):
+                await InferenceServiceStub(channel).Generate(pb.GenerateRequest(text=text)).read()
+
+    async with httpx.AsyncClient(base_url=stormed.http, timeout=120) as client:
+        answers = [client.post("/v1/completions", json={"prompt": text}) for _ in range(at_once)]
+        assert {answer.status_code for answer in await asyncio.gather(*answers)} == {400}
+    await asyncio.gather(*map(refused, range(at_once)))
+    logger.info("memory grew by %.0f MB", stormed.resident() - before)
+    async with asyncio.timeout(60):
+        while stormed.resident() - before > 2 * GROWTH_MB:
+            await asyncio.sleep(0.1)
