@@ -41,7 +41,7 @@ class EngineConfig:
         dtype: "auto" is bfloat16 where the device computes it natively and float32 elsewhere.
         device: "auto" is cuda where torch finds one, else cpu.
         load_format: "dummy" fills the weights with seeded N(0, 0.02) instead of reading them.
-        memory_budget: bytes (an int above 1) or a fraction of the device's memory (a float in (0, 1]).
+        memory_budget: bytes (an int) or a fraction of the device's or the container's memory (a float in (0, 1]).
             On CUDA it covers weights, activations and the KV pool; on the CPU the KV pool alone (None: 2 GiB).
         max_model_len: longest prompt + completion, tokens (None: the model's own window).
         page_size: tokens in a page of the KV pool.

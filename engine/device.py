@@ -17,6 +17,7 @@ from engine.model.weights import fill_dummy, load_weights
 from kernels.linear import cpu_computes_bfloat16
 
 CUDA_BUDGET = 0.9  # of the device's memory, where memory_budget is not set
+_CONTAINER = Path("/sys/fs/cgroup")  # where a container finds its own limits (cgroup v2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +97,23 @@ def pages_within(left: int, page_bytes: int, page_size: int) -> int:
     return pages
 
 
+def usable_memory() -> int:
+    """Bytes of memory that this process may fill: the machine's, or what its container may."""
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_limit("memory.max")])
+
+
 def _usable_cores() -> int:
-    """Cores that this process may use: its affinity, and the CPU quota of its container (cgroup v2)."""
+    """Cores that this process may use: its affinity, and the CPU quota of its container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota_file = Path("/sys/fs/cgroup/cpu.max")
-    if quota_file.exists():
-        quota, period = quota_file.read_text().split()
-        if quota != "max":
-            cores = min(cores, math.ceil(int(quota) / int(period)))
-    return cores
+    quota = _limit("cpu.max")
+    return min(cores, math.ceil(quota[0] / quota[1])) if quota else cores
+
+
+def _limit(name: str) -> list[int]:
+    """The numbers of a limit of the container; none where there is no container or no limit."""
+    file = _CONTAINER / name
+    words = file.read_text().split() if file.exists() else ["max"]
+    return [] if words[0] == "max" else [int(word) for word in words]
 
 
 def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

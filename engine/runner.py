@@ -1,7 +1,6 @@
 """Executes the scheduler's steps in plain torch, on any device. Knows no requests and no policy."""
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.device import CUDA_BUDGET, LoadedModel, allowed_bytes, pages_within
+from engine.device import CUDA_BUDGET, LoadedModel, allowed_bytes, pages_within, usable_memory
 from engine.logits import load_logits_processors
 from engine.logprobs import split_records
 from engine.model.config import ModelConfig
@@ -205,10 +204,7 @@ class ModelRunner:
 
     def _affordable_pages(self, config: EngineConfig) -> int:
         on_cpu = self.device.type == "cpu"
-        if on_cpu:
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        else:
-            memory = torch.cuda.get_device_properties(self.device).total_memory
+        memory = usable_memory() if on_cpu else torch.cuda.get_device_properties(self.device).total_memory
         allowed = allowed_bytes(config.memory_budget, memory, min(_CPU_BUDGET, memory) if on_cpu else CUDA_BUDGET)
         return pages_within(allowed if on_cpu else allowed - self._peak_bytes(), self.page_bytes, self._page_size)
 
