@@ -133,9 +133,10 @@ class EngineCore:
         return updates
 
     def _fail(self, step: Step, error: Exception, times: LaunchTimes, began: float) -> list[SequenceUpdate]:
-        logger.error("step %d failed: %d sequences end with an error", step.step_id, len(step.works), exc_info=error)
         self.scheduler.tracer.step(step, times, (began, time.monotonic()), str(error))
-        return self.scheduler.fail(step, str(error))
+        updates = self.scheduler.fail(step, str(error))
+        logger.error("step %d failed: %d sequences end with an error", step.step_id, len(updates), exc_info=error)
+        return updates
 
     def _count(self, step: Step) -> None:
         stats = self.scheduler.counts

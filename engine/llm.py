@@ -1,8 +1,9 @@
 """`LLM`: the engine in this process, for offline work. Token ids in, token ids out."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from sys import maxsize
 from typing import Any
 
 from tqdm import tqdm
@@ -41,7 +42,7 @@ class LLM:
     Args:
         model: a folder in Hugging Face layout, a GGUF file or a hub id; None is the default model.
         progress: show progress bars on standard error.
-        settings: further fields of EngineConfig.
+        settings: further fields of EngineConfig. However many prompts may wait: there is nobody to refuse.
 
     Raises:
         ModelError: the model cannot be served as asked.
@@ -51,7 +52,8 @@ class LLM:
     def __init__(self, model: str | Path | None = None, *, progress: bool = True, **settings: Any) -> None:
         path = resolve_model(None if model is None else str(model), progress=progress)
         self._progress = progress
-        self.core, self.info = build_core(EngineConfig(model=path, **settings), progress=progress)
+        config = replace(EngineConfig(model=path, **settings), max_queue_requests=maxsize, max_queue_tokens=maxsize)
+        self.core, self.info = build_core(config, progress=progress)
         self._count = 0
 
     def generate(

@@ -59,6 +59,13 @@ def test_preemption_and_eviction_change_no_text(page_size, llama, prompts, tools
     assert llm.core.stats().preemptions > 0
 
 
+def test_all_prompts_may_wait(llama):
+    """An engine of one's own has no queue to bound: it takes a whole data set, as vLLM's LLM does."""
+    llm = LLM(llama[0], **EACH, memory_budget=4 << 20, max_queue_requests=1, max_queue_tokens=1)
+    generations = llm.generate([[one, 5] for one in range(100)], greedy(1))
+    assert all(len(generation.completions[0].token_ids) == 1 for generation in generations)
+
+
 def test_non_finite_logits_end_their_own_sequence(llama, prompts, tools):
     """A page that goes bad in mid-run ends the one sequence that reads it, and is never served from the cache."""
     folder, model = llama
@@ -90,12 +97,13 @@ class Raises:
         return logits
 
 
-def test_a_raising_processor_ends_the_rows_of_its_step(llama, prompts, tools, monkeypatch):
+def test_a_raising_processor_ends_the_rows_of_its_step(llama, prompts, tools, monkeypatch, caplog):
     folder, model = llama
     monkeypatch.syspath_prepend(Path(__file__).parent)
     llm = LLM(folder, **EACH, memory_budget=4 << 20, logits_processors=("test_llm:Raises",))
-    [failed] = llm.generate(prompts[3:4], greedy(4, logit_bias={1: 1.0}))
-    assert failed.completions[0].finish is FinishReason.ERROR
+    [failed] = llm.generate(prompts[3:4], greedy(4, logit_bias={1: 1.0}, n=2))
+    assert [one.finish for one in failed.completions] == [FinishReason.ERROR] * 2
+    assert "2 sequences end with an error" in caplog.text
     outputs = texts(llm, prompts, greedy(4))
     assert outputs == [tools.oracle(model, p, o) for p, o in zip(prompts, outputs, strict=True)]
 
