@@ -151,7 +151,7 @@ async def _answer_all(
 
 
 async def _answer(client: "httpx.AsyncClient", row: Row) -> dict[str, Any]:
-    """The output line of a row. Raises: Failed where the server is gone, or busy, for good."""
+    """The output line of a row. Raises: Failed where the server is gone or busy for good, or does not know the key."""
     import httpx
 
     data = json.dumps(row.body).encode()
@@ -164,6 +164,8 @@ async def _answer(client: "httpx.AsyncClient", row: Row) -> dict[str, Any]:
         except httpx.TransportError as error:
             asked, problem = None, f"{error or type(error).__name__}"
         else:
+            if response.status_code == httpx.codes.UNAUTHORIZED:  # no fault of the row
+                raise Failed(f"{client.base_url} wants another --api-key; then the same command goes on from here")
             if response.status_code not in _TRY_AGAIN:
                 return _line(row, response)
             asked, problem = response.headers.get("retry-after"), f"status {response.status_code}"

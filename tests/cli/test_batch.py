@@ -290,6 +290,20 @@ def test_errors_are_rows(tmp_path: Path) -> None:
     assert "502" in found["b"]["error"]["message"]
 
 
+def test_a_wrong_key_is_no_answer(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", line("a", prompt="A"), line("b", prompt="B"), line("c", prompt="C"))
+
+    def expires(number: int, body: dict[str, Any]) -> Reply:
+        return ok(number, body) if number == 0 else (401, {}, b'{"error": {"code": "invalid_api_key"}}')
+
+    with replying(expires) as server:
+        result = batch(source, tmp_path / "out", f"--base-url={server.url}", "--max-concurrency=1")
+    assert result.exit_code == 1
+    assert "wants another --api-key" in result.stderr
+    assert result.stdout == "3 rows: 1 answered, 0 of them with an error, 2 left\n"
+    assert len(server.asked) == 2
+
+
 def test_a_server_that_stays_away_leaves_its_rows_for_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
