@@ -81,8 +81,9 @@ class Books:
             request = replace(request, params=replace(params, seed=self._random.getrandbits(63)))
         guessing = self._guess > 0 and request.speculative
         guess = (self._guess, PromptRuns(request.prompt, self._config.speculative_window)) if guessing else None
+        stops = dict.fromkeys(params.stop_token_ids, FinishReason.STOP_TOKEN) | ({} if params.ignore_eos else self._eos)
         sequences = [
-            Sequence(request, index, (-request.priority, arrival, index), matcher, self._eos, guess)
+            Sequence(request, index, (-request.priority, arrival, index), matcher, stops, guess)
             for index, matcher in enumerate(matchers)
         ]
         self._live[request.request_id] = dict(enumerate(sequences))

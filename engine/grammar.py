@@ -8,6 +8,7 @@ arXiv:2411.15100), which brings transformers, is imported when the first grammar
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
+from functools import cached_property
 from time import thread_time
 from typing import TYPE_CHECKING
 
@@ -132,13 +133,16 @@ class GrammarMatcher:
     """
 
     def __init__(self, grammar: "xgrammar.CompiledGrammar", vocab_size: int, time: _Time) -> None:
-        import xgrammar
-
-        self._time = time
-        self._matcher = xgrammar.GrammarMatcher(grammar)
-        self._bits = np.zeros((1, -(-vocab_size // 32)), np.int32)
+        self._grammar, self._words, self._time = grammar, -(-vocab_size // 32), time
         # XGrammar may set the bits of the last word that stand for no token.
         self._last_word = np.int32((1 << vocab_size % 32) - 1 if vocab_size % 32 else -1)
+
+    @cached_property
+    def _matcher(self) -> "xgrammar.GrammarMatcher":
+        """Made when it is first asked, on its grammar's time: of sequences that wait there may be millions."""
+        import xgrammar
+
+        return xgrammar.GrammarMatcher(self._grammar)
 
     @property
     def terminated(self) -> bool:
@@ -168,7 +172,7 @@ class GrammarMatcher:
         Args:
             barred: token ids that are not to come as long as others may.
         """
-        bits = self._bits
+        bits = np.zeros((1, self._words), np.int32)
         if self._time.left < 0:
             return bytes(bits.nbytes)
         self._time.left += _TOKEN_SECONDS

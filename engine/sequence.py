@@ -40,7 +40,6 @@ class Sequence:
     """The scheduler's record of a sequence.
 
     Args:
-        eos: token ids that end it unless it ignores them, and the reason.
         guess: most tokens guessed at once, and what guesses need of the prompt; None where nothing is to be guessed.
 
     Attributes:
@@ -51,8 +50,7 @@ class Sequence:
         special: whether it has one of the two, so that its decodes are more than a row.
         guessed: guesses of a step in flight may be accepted.
         max_length: prompt + max_tokens.
-        stops: token ids that end the sequence, and the reason.
-        stop_mask: the same ids if min_tokens bars them at first, else empty.
+        stops: token ids that end the sequence, and the reason; one for all siblings, of which millions may wait.
         tokens: every collected token, prompt first; none before its first row. Never a placeholder.
         num_tokens: tokens collected or being sampled by a step in flight.
         num_computed: tokens whose K and V are computed by scheduled steps; chases num_tokens.
@@ -73,14 +71,12 @@ class Sequence:
     index: int
     rank: tuple[int, int, int]
     matcher: GrammarMatcher | None
-    eos: InitVar[dict[int, FinishReason]]
+    stops: dict[int, FinishReason]
     guess: InitVar[tuple[int, PromptRuns] | None]
     ngrams: NGrams | None = field(init=False)
     special: bool = field(init=False)
     guessed: bool = False
     max_length: int = field(init=False)
-    stops: dict[int, FinishReason] = field(init=False)
-    stop_mask: tuple[int, ...] = field(init=False)
     tokens: list[int] = field(init=False)
     num_tokens: int = field(init=False)
     num_computed: int = 0
@@ -97,17 +93,19 @@ class Sequence:
     followers: "list[Sequence]" = field(default_factory=list)
     leader: "Sequence | None" = None
 
-    def __post_init__(self, eos: dict[int, FinishReason], guess: tuple[int, PromptRuns] | None) -> None:
+    def __post_init__(self, guess: tuple[int, PromptRuns] | None) -> None:
         params = self.request.params
         self.tokens = []
         self.num_tokens = len(self.request.prompt)
         self.ngrams = NGrams(self.tokens, *guess) if guess else None
         self.special = self.matcher is not None or self.ngrams is not None
         self.max_length = self.num_tokens + params.max_tokens
-        stops = dict.fromkeys(params.stop_token_ids, FinishReason.STOP_TOKEN)
-        self.stops = stops if params.ignore_eos else stops | eos
-        self.stop_mask = tuple(self.stops) if params.min_tokens and self.matcher is None else ()
         self.logprobs_from = self.max_length if self.index or params.prompt_logprobs is None else 1
+
+    @property
+    def stop_mask(self) -> tuple[int, ...]:
+        """The token ids that end it, if min_tokens bars them at first and no grammar does; else none."""
+        return tuple(self.stops) if self.request.params.min_tokens and self.matcher is None else ()
 
     def take(
         self, token: int, guessed: SequenceOf[tuple[int, int]] = ()

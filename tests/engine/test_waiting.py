@@ -1,8 +1,10 @@
 """Who is served next: tenants beside each other (virtual token counters), longest cached prefixes, a bounded queue."""
 
+import tracemalloc
+
 import pytest
 
-from engine.request import RejectReason, RequestRejected
+from engine.request import RejectReason, Request, RequestRejected, SamplingParams
 
 
 def crowd(engine, tenants, *, tokens=4, number=0):
@@ -114,3 +116,16 @@ def test_the_longest_cached_prefix_goes_first_but_nobody_waits_for_ever(harness,
         engine.add(f"{length}-{number}", [*cached[:length], 30 + number], max_tokens=1, ignore_eos=True)
     engine.run().check_outputs()
     assert engine.order == ["warm", "8-2", "4-0", "4-1", "cold", "logprobs", "4-3", "4-4"]
+
+
+def test_continuations_that_wait_hold_little(harness):
+    """With as many stop ids as are taken: were these kept for each of them, a full queue would take 80 GB."""
+    engine = harness.new_scheduler(vocab_size=2000)
+    request = Request("a", (1,), SamplingParams(n=128, stop_token_ids=tuple(range(1024))))
+    tracemalloc.start()
+    try:
+        engine.add(request)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 256 << 10

@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 import pytest
 import pytest_asyncio
+import xgrammar
 
 from engine.grammar import GrammarError, Grammars
 from engine.request import FinishReason, RejectReason, RequestRejected
@@ -235,6 +236,17 @@ async def test_masks_have_a_bit_for_each_token_and_bar_stops_while_there_is_more
     assert matcher.accept(ord("a"))
     assert matcher.accept(EOS)
     assert matcher.terminated
+
+
+async def test_a_matcher_that_was_not_asked_yet_holds_nothing(compiler, monkeypatch):
+    """Of what waits there may be millions, and to make one of XGrammar's takes up to milliseconds."""
+    compiled = await compiler.compile(Constraint("regex", "ab*"))
+    grammars = Grammars()
+    grammars.load(compiled.key, compiled.data, compiler.vocabulary)
+    with monkeypatch.context() as patch:
+        patch.delattr(xgrammar, "GrammarMatcher")
+        matcher = grammars.matcher(compiled.key)
+    assert matcher.accept(ord("a"))
 
 
 async def test_a_grammar_that_takes_too_long_to_follow_is_followed_no_further(compiler):
