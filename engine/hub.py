@@ -21,8 +21,10 @@ from tqdm import tqdm
 from engine.model.errors import ModelError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-# What a model folder needs to be served; weights in other formats, images and code stay where they are.
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+# What a model folder needs to be served; weights in other formats, images and code stay where they are, and so do the
+# same weights once more: under Mistral's own names, or in subfolders of training.
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_HUB_OTHERS = ["consolidated*", "*/*"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +110,11 @@ def _fetch_hub(model: str, revision: str | None, *, progress: bool) -> Path:
     (enable_progress_bars if progress else disable_progress_bars)()
     at = f"{model} (revision {revision})" if revision else model
     try:
-        folder = Path(snapshot_download(model, revision=revision, allow_patterns=list(HUB_FILES)))
+        fetched = snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_OTHERS)
     except (errors.HTTPError, OSError, errors.HFValidationError) as error:  # type: ignore[attr-defined]
         why = next((why for kind, why in known.items() if isinstance(error, kind)), f"could not be fetched: {error}")
         raise ModelError(f"{at}: {why}") from error
+    folder = Path(fetched)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{at}: not a model that can be served, there is no config.json in its repository")
     return folder

@@ -214,6 +214,8 @@ class HubHandler(BaseHTTPRequestHandler):
             "tokenizer.json": b"{}",
             "chat_template.jinja": b"hi",
             "model.safetensors": bytes(1000),
+            "consolidated.safetensors": b"never fetched",
+            "checkpoint-9/model.safetensors": b"never fetched",
             "pytorch_model.bin": b"never fetched",
             "modeling_tiny.py": b"never fetched",
         },
