@@ -22,7 +22,7 @@ NUMBERS = {
     "the grace plus 15 seconds": child.STOP_SECONDS == 15,
     "its workers within a second": child._ORPHAN_SECONDS == 1,
     "at most once a second, by all together": core_server._VIEW_SECONDS == 1,
-    "costs the end of a process 3 s": tracing._CLOSE_SECONDS == 3,
+    "a process ends up to 3 s later": tracing._CLOSE_SECONDS == 3,
     "its last 8 N steps": timelines.STEPS_PER_REQUEST == 8,
 }
 
