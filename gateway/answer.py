@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 Merged = asyncio.Queue[tuple[int, pb.GenerateResponse | grpc.aio.AioRpcError | None]]
 
-Event = pb.Delta | pb.Finished | pb.PromptLogprobs
+Event = pb.Started | pb.Delta | pb.Finished | pb.PromptLogprobs
 
 
 @dataclass(eq=False)
@@ -92,7 +92,7 @@ class Answer:
             generation.cancel()
 
     async def next(self) -> tuple[int, Event] | None:
-        """A choice and how it goes on or ends; or the first of n choices and logprobs of their prompt.
+        """A choice and how it goes on or ends; or the first of n choices and their start, or logprobs of their prompt.
 
         None at the end; then `counts` is complete.
 
@@ -111,6 +111,8 @@ class Answer:
                     if self.first_text_at is None and (delta.text or delta.reasoning or delta.tool_calls):
                         self.first_text_at = time.monotonic()
                     return first + delta.index, delta
+                case "started":
+                    return first, event.started
                 case "prompt_logprobs":
                     return first, event.prompt_logprobs
                 case "finished":

@@ -122,9 +122,11 @@ class ChoicesFormat(ABC):
     whole_object: str
 
     def __init__(self, head: Head, choices: int, body: Sampling) -> None:
-        """Makes what surrounds the pieces. Chunks say "usage": null when usage will follow."""
+        """Makes what surrounds the pieces. Chunks say "usage": null when usage will follow, or tell it so far."""
         self._head = asdict(head) | {"id": self.id_prefix + head.id}
         self._tail = {"usage": None} if body.include_usage else {}
+        self._continuous = body.continuous_usage
+        self._so_far: dict[int, TokenCounts] = {}  # of the choices that have started, where chunks tell it
         self._choices = choices
         self._halves: dict[int, tuple[str, str]] = {}
         self._said: defaultdict[int, Said] = defaultdict(Said)
@@ -133,9 +135,18 @@ class ChoicesFormat(ABC):
     def opening(self) -> Iterator[bytes]:
         """What is sent as soon as the request is accepted."""
 
+    def started(self, indexes: range, started: pb.Started) -> None:
+        """The first step of these choices: what their prompt has is known."""
+        if self._continuous:
+            counts = {"prompt": started.prompt_tokens, "cached": started.cached_tokens}
+            self._so_far |= {index: TokenCounts(**counts) for index in indexes}
+
     def delta(self, index: int, delta: pb.Delta) -> bytes:
         """A chunk; b"" where a delta says nothing."""
-        if delta.reasoning or delta.tool_calls or delta.logprobs:
+        counts = self._so_far.get(index)
+        if counts is not None:
+            counts.completion += len(delta.token_ids)
+        if delta.reasoning or delta.tool_calls or delta.logprobs or (counts is not None and delta.text):
             return self._chunk(self._choice(index, delta))
         if not (text := delta.text):
             return b""
@@ -193,7 +204,9 @@ class ChoicesFormat(ABC):
             yield from self._whole_choice(index, self._said[index])
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
-        return event({"object": self.streamed_object, "choices": [choice]} | self._head | self._tail)
+        counts = self._so_far.get(choice["index"])
+        tail = self._tail if counts is None else {"usage": counts.usage()}
+        return event({"object": self.streamed_object, "choices": [choice]} | self._head | tail)
 
     @abstractmethod
     def _choice(self, index: int, delta: pb.Delta) -> dict[str, Any]:

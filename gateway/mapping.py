@@ -155,7 +155,10 @@ def shared_fields(
             include_stop=body.include_stop_str_in_output,
         ),
         output=pb.OutputOptions(
-            skip_special_tokens=body.skip_special_tokens, top_logprobs=top_logprobs, prompt_logprobs=prompt_logprobs
+            token_ids=body.continuous_usage or None,  # to be counted
+            skip_special_tokens=body.skip_special_tokens,
+            top_logprobs=top_logprobs,
+            prompt_logprobs=prompt_logprobs,
         ),
         n=body.n,
         priority=body.priority,

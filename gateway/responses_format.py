@@ -80,6 +80,9 @@ class ResponsesFormat:
         for state in ("response.created", "response.in_progress"):
             yield self._event(state, response=self._response).encode()
 
+    def started(self, indexes: range, started: pb.Started) -> None:
+        """Nothing is said of it."""
+
     def delta(self, index: int, delta: pb.Delta) -> bytes:
         """The events of reasoning, text and calls, in this order."""
         return self._delta(delta).encode()

@@ -207,6 +207,11 @@ class ResponsesRequest(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
+    def continuous_usage(self) -> bool:
+        """Of its events the last alone has a place for it."""
+        return False
+
+    @property
     def logprobs(self) -> bool:
         """Whether those of the text are told. As OpenAI has it, `top_logprobs` alone does not ask for them."""
         return LOGPROBS in (self.include or ())

@@ -175,7 +175,7 @@ class Routes:
                     size += shape.keep(index, event)
                 elif isinstance(event, pb.Finished):
                     shape.keep_ending(index, event)
-                else:
+                elif isinstance(event, pb.PromptLogprobs):
                     size += shape.keep_prompt(range(index, index + answer.n), event.tokens)
                 if size > MAX_ANSWER:
                     text = f"The answer is larger than {MAX_ANSWER >> 20} MiB: ask for less at a time, or for a stream."
@@ -198,6 +198,8 @@ class Routes:
                         await write(chunk)
                 elif isinstance(event, pb.Finished):
                     await write(shape.ending(index, event))
+                elif isinstance(event, pb.Started):
+                    shape.started(range(index, index + answer.n), event)
                 else:
                     for chunk in shape.prompt(range(index, index + answer.n), event.tokens):
                         await write(chunk)

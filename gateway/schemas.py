@@ -148,6 +148,7 @@ class StreamOptions(Body):
     """What else a stream brings."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: Annotated[bool | None, only_with("include_usage")] = None
     # Padding against side channels, which OpenAI's own servers add: there is none here.
     include_obfuscation: bool | None = None
 
@@ -210,6 +211,11 @@ class Sampling(Body):
     def include_usage(self) -> bool:
         """Whether the stream ends with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether its other chunks tell the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 class ContentPart(BaseModel):

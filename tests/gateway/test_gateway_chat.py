@@ -133,6 +133,27 @@ def test_order_of_a_stream(client, engine, kit):
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
 
 
+def test_the_usage_so_far_as_vllm_tells_it(client, engine, kit):
+    """Of each choice, with every chunk; the first ones come before the prompt is looked at."""
+    pieces = [kit.delta("ab"), kit.delta("c", 1), kit.delta(), kit.delta("d", 1)]
+    for piece, ids in zip(pieces, ([1, 2], [3], [4, 5], [6]), strict=True):
+        piece.delta.token_ids.extend(ids)
+    engine.script = kit.plays(*pieces, reasons=(1, 1))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    told = [
+        (chunk.choices[0].index, chunk.usage and chunk.usage.model_dump(exclude_unset=True))
+        for chunk in client.chat.completions.create(**kit.CHAT, n=2, stream=True, stream_options=options)
+        if chunk.choices
+    ]
+    assert engine.calls[-1].request.output.token_ids
+
+    def usage(completion):
+        counts = {"prompt_tokens": 5, "completion_tokens": completion, "total_tokens": 5 + completion}
+        return counts | {"prompt_tokens_details": {"cached_tokens": 2}}
+
+    assert told == [(0, None), (1, None), (0, usage(2)), (1, usage(1)), (1, usage(2)), (0, usage(4)), (1, usage(2))]
+
+
 @pytest.mark.parametrize("stream_options", [None, {}, {"include_usage": False}])
 def test_no_usage_unless_asked_for(client, kit, stream_options):
     for chunk in client.chat.completions.create(**kit.CHAT, stream=True, stream_options=stream_options):

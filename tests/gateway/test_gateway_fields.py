@@ -418,6 +418,7 @@ BAD = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
     ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
     ({"priority": 2**31}, "priority"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"guided_whitespace_pattern": "x"}, "guided_whitespace_pattern"),
