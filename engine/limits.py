@@ -1,9 +1,21 @@
 """What a request must keep to, checked where it enters the scheduler. Knows no other request."""
 
+from math import inf
+
 from engine.messages import CoreInfo
-from engine.request import RejectReason, Request, RequestRejected
+from engine.request import MOST_FLOAT, RejectReason, Request, RequestRejected
 
 MAX_LISTED_IDS = 1024  # of logit_bias, and of stop_token_ids: a row of the device's tables holds them
+
+_RANGES = {
+    **dict.fromkeys(("n", "max_tokens"), (1, inf)),
+    "temperature": (0, MOST_FLOAT),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-MOST_FLOAT, MOST_FLOAT),
+    "frequency_penalty": (-MOST_FLOAT, MOST_FLOAT),
+    "repetition_penalty": (0, MOST_FLOAT),
+}
 
 
 def check_limits(request: Request, info: CoreInfo) -> None:
@@ -15,12 +27,11 @@ def check_limits(request: Request, info: CoreInfo) -> None:
 
     if not request.prompt:
         refuse("prompt", "the prompt is empty")
-    for name, value in (("n", params.n), ("max_tokens", params.max_tokens)):
-        if value < 1:
-            refuse(name, f"{name} must be at least 1, not {value}")
-    for name, top in (("top_logprobs", params.top_logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-        if top is not None and not 0 <= top <= vocab_size:
-            refuse(name, f"{name} must be in [0, {vocab_size}], not {top}")
+    ranges = _RANGES | dict.fromkeys(("top_logprobs", "prompt_logprobs"), (0, vocab_size))
+    for name, (least, most) in ranges.items():
+        number = getattr(params, name)
+        if number is not None and not least <= number <= most:
+            refuse(name, f"{name} must be in [{least}, {most}], not {number}")
     listed = {"stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias}
     for name, ids in ({"prompt": request.prompt} | listed).items():
         if ids and (min(ids) < 0 or max(ids) >= vocab_size):

@@ -3,6 +3,8 @@
 import enum
 from dataclasses import dataclass, field
 
+MOST_FLOAT = 3.4e38  # as large as a float32, which numbers become on the device
+
 
 class FinishReason(enum.IntEnum):
     """How a sequence ended."""

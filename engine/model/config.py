@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.model.errors import ModelError
+from engine.request import MOST_FLOAT
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
@@ -46,11 +46,11 @@ FAMILIES = {
 class GenerationDefaults(msgspec.Struct, frozen=True):
     """Sampling parameters where a request is silent, from generation_config.json. Off where that file is silent too."""
 
-    temperature: Annotated[float, Meta(ge=0, le=sys.float_info.max)] = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=MOST_FLOAT)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=0)] = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=sys.float_info.max)] = 1.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=MOST_FLOAT)] = 1.0
 
     @classmethod
     def from_hf(cls, generation: Mapping[str, Any]) -> "GenerationDefaults":

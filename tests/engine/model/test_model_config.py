@@ -136,7 +136,15 @@ def test_refused(changes, message):
 
 
 @pytest.mark.parametrize(
-    "given", [{"temperature": -1}, {"top_p": 0}, {"top_k": 1.5}, {"min_p": 2}, {"repetition_penalty": "high"}]
+    "given",
+    [
+        {"temperature": -1},
+        {"temperature": 1e39},
+        {"top_p": 0},
+        {"top_k": 1.5},
+        {"min_p": 2},
+        {"repetition_penalty": "high"},
+    ],
 )
 def test_refused_generation_defaults(given):
     """A default outside its range is named."""
