@@ -4,7 +4,7 @@ The chunks are cut into tiles of queries on the host; a program attends one quer
 by block with a running softmax (FlashAttention-2, Dao, 2023). Only blocks that cross the diagonal or the border of the
 window are masked. Grid and shapes are fixed and the list of tiles lies on the device: it fits into a CUDA graph.
 
-It does not write K and V; `decode_attention` is faster for single queries.
+What `hopper_attention` serves goes there. It does not write K and V; `decode_attention` is faster for single queries.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
+
+from kernels.gpu.hopper_attention import hopper_prefill, serves
 
 _LOG2_E = 1.4426950408889634
 
@@ -93,7 +95,7 @@ def prefill_attention(
         programs: for each head; they share the tiles.
         window: how many tokens back a query sees, itself included.
         scale: of the scores (None: head_dim ** -0.5).
-        config: what the kernel is tuned to (None: `prefill_config`).
+        config: of the kernel of this file, which then serves in any case (None: `prefill_config`).
 
     Raises:
         ValueError: for shapes that do not fit together.
@@ -102,6 +104,10 @@ def prefill_attention(
     page_size, kv_heads = kv_cache.shape[1], kv_cache.shape[3]
     if heads % kv_heads or kv_cache.shape[4] != head_dim or out.shape != q.shape or page_size & (page_size - 1):
         raise ValueError(f"q {tuple(q.shape)}, KV cache {tuple(kv_cache.shape)} and out {tuple(out.shape)} do not fit")
+    scale = (head_dim**-0.5 if scale is None else scale) * _LOG2_E
+    if config is None and serves(q, kv_cache, window):
+        hopper_prefill(q, kv_cache, page_table, tiles, num_tiles, out, scale, programs)
+        return
     config = config or prefill_config(head_dim, q.dtype)
     # Heads vary fastest: the longest tiles of all heads start first, and heads of a group share K and V in L2.
     _prefill_kernel[(heads, programs)](
@@ -111,7 +117,7 @@ def prefill_attention(
         tiles,
         num_tiles,
         out,
-        (head_dim**-0.5 if scale is None else scale) * _LOG2_E,
+        scale,
         page_table.stride(0),
         *q.stride()[:2],
         *kv_cache.stride()[:4],

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from kernels.gpu.decode_attention import DecodeConfig, DecodePlan, decode_attention, plan_decode
-from kernels.gpu.prefill_attention import PrefillConfig, prefill_attention, prefill_tiles
+from kernels.gpu.prefill_attention import PrefillConfig, prefill_attention, prefill_config, prefill_tiles
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 28, 4, 128, 16
 TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 2
@@ -39,7 +39,7 @@ DECODE = (
     DecodeConfig(128, 8, 3, 1, 4, 128),
 )
 # (queries, cached tokens before them)
-CHUNKS = ((768, 0), (768, 2048), (768, 6144), (2048, 0), (2048, 2048), (2048, 6144), (7680, 0))
+CHUNKS = ((1152, 0), (1152, 2304), (1152, 5760), (768, 2048), (2048, 0), (2048, 2048), (2048, 6144), (7680, 0))
 PREFILL = (
     PrefillConfig(128, 64, 8, 3),
     PrefillConfig(128, 64, 8, 4),
@@ -138,8 +138,9 @@ def prefill_case(pool: Tensor, queries: int, prefix: int) -> list[Row]:
     q = torch.randn(queries, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")[:, :HEADS]
     out = torch.zeros(queries, HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
 
-    def run(config: PrefillConfig) -> Callable[[], None]:
-        tiles = prefill_tiles([(0, 0, prefix, queries)], config.block_m)
+    def run(config: PrefillConfig | None) -> Callable[[], None]:
+        block_m = (config or prefill_config(HEAD_DIM, q.dtype)).block_m
+        tiles = prefill_tiles([(0, 0, prefix, queries)], block_m)
         count = torch.tensor([len(tiles)], dtype=torch.int32, device="cuda")
         device_tiles = torch.from_numpy(tiles).cuda()
 
@@ -161,6 +162,7 @@ def prefill_case(pool: Tensor, queries: int, prefix: int) -> list[Row]:
 
     name = f"{queries}@{prefix}"
     result = measured("prefill", name, PREFILL, run, launches, out)
+    result += measured("prefill", name, ("as served",), lambda _: run(None), launches, out)
     if prefix == 0:
         result += measured("prefill", name, ("torch sdpa",), run_torch, launches, None)
     pairs = queries * prefix + queries * (queries + 1) // 2

@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 from kernels.gpu import matmul, norm, penalties, rope, rows, sampling
 from kernels.gpu.activation import silu_mul
 from kernels.gpu.decode_attention import DecodePlan, decode_attention, plan_decode
+from kernels.gpu.hopper_attention import hopper_prefill
 from kernels.gpu.prefill_attention import prefill_attention
 
 PROCESSORS = 132
@@ -72,14 +73,16 @@ def room(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def attention(heads: int, kv_heads: int, head_dim: int, page: int = 16) -> None:
-    """Decode and prefill, one kernel each."""
+    """Decode and prefill, one kernel each, and prefill's for Hopper."""
     q = room(ROWS, heads + 2 * kv_heads, head_dim)[:, :heads]
-    pool = room(4, page, 2, kv_heads, head_dim)
+    pool = room(4, 2, kv_heads, page, head_dim).permute(0, 3, 1, 2, 4)
     table, out = ints(ROWS, MAX_LEN // page), room(ROWS, heads, head_dim)
     plan = DecodePlan.allocate(ROWS, heads, kv_heads, head_dim, q.dtype, "cpu", programs=2 * PROCESSORS)
     plan_decode(plan, ints(ROWS), ints(ROWS), ints(1))
     decode_attention(q, pool, table, plan, out)
     prefill_attention(q, pool, table, ints(ROWS, 4), ints(1), out, programs=8)
+    if head_dim == 128:
+        hopper_prefill(q, pool, table, ints(ROWS, 4), ints(1), out, 1.0, programs=8)
 
 
 def layers(hidden: int, heads: int, kv_heads: int, head_dim: int, intermediate: int) -> None:

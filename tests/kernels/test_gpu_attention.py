@@ -8,6 +8,7 @@ import torch
 import kernels.attention
 from kernels.attention import Query
 from kernels.gpu.decode_attention import DecodeConfig, DecodePlan, decode_attention, decode_config, plan_decode
+from kernels.gpu.hopper_attention import BLOCK_M, serves
 from kernels.gpu.prefill_attention import PrefillConfig, max_tiles, prefill_attention, prefill_config, prefill_tiles
 
 CUDA = torch.cuda.is_available()
@@ -221,8 +222,9 @@ def check_prefill(
     for row, (start, length) in enumerate(shapes):
         queries.append((first, row, start, length))
         first += length
-    tiles = prefill_tiles(queries, config.block_m)
-    room = max_tiles(count, len(shapes), config.block_m)
+    block_m = (config or prefill_config(head_dim, dtype)).block_m
+    tiles = prefill_tiles(queries, block_m)
+    room = max_tiles(count, len(shapes), block_m)
     assert len(tiles) <= room
     device_tiles = torch.zeros(room + 1, 4, dtype=torch.int32, device=device)
     device_tiles[: len(tiles)] = torch.from_numpy(tiles)
@@ -342,3 +344,22 @@ def test_served_shapes(device, head_dim, group, page, dtype):
     for window in (None, 300):
         shapes = [(0, 300), (1000, 257), (0, 1), (4000, 130)]
         check_prefill(device, shapes, config=config, programs=40, window=window, **served)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="there is no Hopper GPU")
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "page", "dtype"), [(7, 4, 16, BF16), (1, 3, 8, BF16), (4, 2, 128, FP16), (16, 1, 64, FP16)]
+)
+def test_hopper_prefill(device, group, kv_heads, page, dtype):
+    """Chunks that end in each half of a tile and of a block, some before a border and some behind it."""
+    cache = Pool([1], kv_heads=kv_heads, head_dim=128, page=page, dtype=dtype, device=device).device_cache
+    assert serves(torch.empty(1, group * kv_heads, 128, dtype=dtype, device=device), cache, None)
+    assert prefill_config(128, dtype).block_m == BLOCK_M
+    served = {"group": group, "kv_heads": kv_heads, "head_dim": 128, "page": page, "dtype": dtype, "config": None}
+    for shapes in (
+        [(0, 300), (1000, 257), (0, 1), (4000, 130), (127, 1), (128, 1)],
+        [(0, 64), (0, 65), (1, 127), (64, 63), (127, 129), (56, 200), (200, 56)],
+    ):
+        for programs in (1, 4, 40):
+            check_prefill(device, shapes, programs=programs, **served)

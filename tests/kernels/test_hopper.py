@@ -29,7 +29,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]
 
 def test_all_kernels_fit(compiled):
     names = {each["kernel"] for each in compiled}
-    assert {"_decode_kernel", "_prefill_kernel", "_dot", "_gemv", "_ladder", "_pick", "_penalize", "_rope_kv"} <= names
+    attention, others = {"_decode_kernel", "_prefill_kernel", "_hopper_kernel"}, {"_dot", "_gemv", "_ladder", "_pick"}
+    assert attention | others | {"_penalize", "_rope_kv"} <= names
     assert all(each["shared"] <= SHARED_OF_BLOCK for each in compiled)
 
 
