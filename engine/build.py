@@ -38,6 +38,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[EngineCo
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         traces=config.trace_requests > 0,
+        step_timeout=config.step_timeout,
         max_samples=limits.max_samples,
         version=importlib.metadata.version("fulcrum-llm"),
     )

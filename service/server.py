@@ -54,6 +54,8 @@ _KEEPALIVE = keepalive(30, within=20)
 _MAX_PENDING = 1 << 14
 # What is left after the grace gets this long to hear its status.
 _LAST_WORDS_SECONDS = 1.0
+# How often the core is asked for a sign of life, while calls are open.
+_ASK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,8 @@ async def serve(
         certificates = Certificates(config.certificates())
         following = asyncio.create_task(_watch_core(core, live, health))  # the core may be draining already
         stopped = asyncio.create_task(stop.wait())
-        beside = map(asyncio.create_task, (certificates.watch(), give_back_freed_memory()))
+        others = certificates.watch(), give_back_freed_memory(), _watch_silence(core, live, health)
+        beside = map(asyncio.create_task, others)
         for task in (following, stopped, *beside):
             cleanup.callback(task.cancel)
         serving = [await _start(main, cleanup)]
@@ -185,6 +188,33 @@ async def _watch_core(core: CoreClient, live: LiveCalls, health: Health) -> None
                 await core.drain()
         logger.warning("the engine core serves again")
         health.set(serving=True)
+
+
+async def _watch_silence(core: CoreClient, live: LiveCalls, health: Health) -> None:
+    """Tells health when the core, with calls open, answers nothing for as long as a step may take; then, when it does.
+
+    It is stopped, or hangs where its own watchdog cannot run. That it has died is told by `_watch_core`.
+    """
+    silent = False
+    while seconds := core.info.step_timeout:
+        await asyncio.sleep(min(_ASK_SECONDS, seconds))
+        if not live and not silent:
+            continue
+        try:
+            async with asyncio.timeout(seconds):
+                await core.stats()
+        except TimeoutError:
+            if not silent:
+                logger.error("the engine core has not answered for %g s, with %d requests open", seconds, len(live))
+            silent = True
+            health.set(serving=False)
+        except CoreDied:
+            silent = False
+        else:
+            if silent:
+                logger.warning("the engine core answers again")
+                health.set(serving=True)
+            silent = False
 
 
 def _new_server(config: ServiceConfig, guard: Guard) -> grpc.aio.Server:

@@ -312,6 +312,32 @@ async def test_a_dead_core_ends_every_stream_at_once(make_core, serving, details
         assert await end_of(call) is None
 
 
+async def test_a_core_that_answers_nothing_while_calls_are_open_does_not_serve_until_it_does(
+    make_core, serving, monkeypatch, caplog
+):
+    core = make_core(step_timeout=0.1)
+    stats, answers = core.stats, asyncio.Event()
+
+    async def silent():
+        await answers.wait()
+        return await stats()
+
+    monkeypatch.setattr(core, "stats", silent)
+    async with serving(core) as server:
+        health = health_pb2_grpc.HealthStub(server.channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        assert (await watch.read()).status == Status.SERVING
+        call = await begin(server)
+        assert (await watch.read()).status == Status.NOT_SERVING
+        answers.set()
+        assert (await watch.read()).status == Status.SERVING
+        core.emit("r", 0, [65], FinishReason.LENGTH)
+        assert await end_of(call) is None
+        watch.cancel()
+    assert "the engine core has not answered for 0.1 s, with 1 requests open" in caplog.messages
+    assert caplog.messages[-1] == "the engine core answers again"
+
+
 async def test_who_starts_beside_a_draining_core_does_not_say_that_it_serves(make_core, serving):
     core = make_core()
     await core.drain()
