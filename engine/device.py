@@ -1,13 +1,11 @@
 """Where and in what precision a model runs, and the loading of its weights there. Knows no steps and no pages."""
 
-import math
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from engine.config import EngineConfig
+from engine.container import usable_cores
 from engine.malloc import keep_freed_memory
 from engine.model.checkpoint import open_checkpoint
 from engine.model.config import ModelConfig
@@ -17,7 +15,6 @@ from engine.model.weights import fill_dummy, load_weights
 from kernels.linear import cpu_computes_bfloat16
 
 CUDA_BUDGET = 0.9  # of the device's memory, where memory_budget is not set
-_CONTAINER = Path("/sys/fs/cgroup")  # where a container finds its own limits (cgroup v2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ def load_model(config: EngineConfig, *, progress: bool = True) -> LoadedModel:
     """
     device = find_device(config.device)
     if device.type == "cpu":
-        torch.set_num_threads(config.threads or _usable_cores())
+        torch.set_num_threads(config.threads or usable_cores())
         keep_freed_memory()
     checkpoint = open_checkpoint(config.model)
     max_model_len = _max_model_len(config, checkpoint.config)
@@ -95,25 +92,6 @@ def pages_within(left: int, page_bytes: int, page_size: int) -> int:
             f" takes {page_bytes}"
         )
     return pages
-
-
-def usable_memory() -> int:
-    """Bytes of memory that this process may fill: the machine's, or what its container may."""
-    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_limit("memory.max")])
-
-
-def _usable_cores() -> int:
-    """Cores that this process may use: its affinity, and the CPU quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _limit("cpu.max")
-    return min(cores, math.ceil(quota[0] / quota[1])) if quota else cores
-
-
-def _limit(name: str) -> list[int]:
-    """The numbers of a limit of the container; none where there is no container or no limit."""
-    file = _CONTAINER / name
-    words = file.read_text().split() if file.exists() else ["max"]
-    return [] if words[0] == "max" else [int(word) for word in words]
 
 
 def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

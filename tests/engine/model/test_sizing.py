@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine import device
+from engine import container
 from engine.device import LoadedModel, pages_within
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
@@ -51,14 +51,14 @@ def test_a_container_has_what_it_may_use(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, llama: Any, tools: Any
 ) -> None:
     """As the kernel's cgroup v2 has them: a quota and its period in microseconds; bytes; "max" where there is none."""
-    monkeypatch.setattr(device, "_CONTAINER", tmp_path)
-    cores, memory = device._usable_cores(), device.usable_memory()
+    monkeypatch.setattr(container, "_CONTAINER", tmp_path)
+    cores, memory = container.usable_cores(), container.usable_memory()
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert (device._usable_cores(), device.usable_memory()) == (cores, memory)
+    assert (container.usable_cores(), container.usable_memory()) == (cores, memory)
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     (tmp_path / "memory.max").write_text(f"{1 << 27}\n")
-    assert device._usable_cores() == 1
+    assert container.usable_cores() == 1
     runner = tools.make_runner(llama[0], memory_budget=0.5)
     assert runner.num_pages == (1 << 26) // runner.page_bytes
     with pytest.raises(ModelError, match=f"the device has {1 << 27}"):
