@@ -605,6 +605,9 @@ async def test_a_caller_that_goes_while_it_is_refused_is_no_fault():
     """Of an exception other than a cancel grpc would write a traceback to the log."""
 
     class Gone:
+        async def read(self):
+            return b""
+
         async def abort(self, code, message, trailers):
             raise grpc.aio.InternalError("the call has ended")
 
@@ -618,7 +621,7 @@ async def test_a_caller_that_goes_while_it_is_refused_is_no_fault():
     guard = Guard(lambda _: None, figures)
     handler = await guard.intercept_service(continuation, SimpleNamespace(method="/x/Generate", invocation_metadata=()))
     with pytest.raises(asyncio.CancelledError):
-        await handler.unary_stream(b"", Gone())
+        await handler.stream_stream(None, Gone())
     calls = next(metric for metric in figures.metrics() if metric.name == "fulcrum_service_calls")
     assert [(each.labels, each.value) for each in calls.samples] == [({"method": "Generate", "code": "UNAVAILABLE"}, 1)]
 
@@ -634,6 +637,9 @@ async def test_a_refusal_that_nobody_hears_keeps_no_message(gone):
             messages.append(weakref.ref(message := cls()))
             return message
 
+    async def read():
+        return b""
+
     async def abort(code, message, trailers):
         raise gone("the call has ended")
 
@@ -648,7 +654,7 @@ async def test_a_refusal_that_nobody_hears_keeps_no_message(gone):
     gc.disable()
     try:
         with contextlib.suppress(asyncio.CancelledError):
-            await handler.unary_stream(b"", SimpleNamespace(abort=abort))
+            await handler.stream_stream(None, SimpleNamespace(read=read, abort=abort))
         assert [message() for message in messages] == [None]
     finally:
         gc.enable()
