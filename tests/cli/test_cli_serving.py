@@ -63,11 +63,13 @@ def messages(output: str) -> list[dict]:
 
 def test_serve(fulcrum, await_end, engine_options: list[str], tmp_path: Path) -> None:
     """The banner's lines work when pasted, a chat works, and Ctrl-C ends everything after what is running."""
-    serve = fulcrum("serve", *engine_options, "--port=0", "--max-model-len=200", FULCRUM_API_KEY="sk-user")
+    options = ["--port=0", "--max-model-len=200", "--speculative=ngram"]
+    serve = fulcrum("serve", *engine_options, *options, FULCRUM_API_KEY="sk-user")
     grpc_address = serve.expect(r"gRPC +(\S+)")
     pages = int(serve.expect(r"KV cache +[\d,]+ tokens \(([\d,]+) pages of 16\)").replace(",", ""))
     # Keys and values of 2 layers, 2 heads of 16, float32, 16 tokens.
     assert pages == 32 * 2**20 // (2 * 2 * 2 * 16 * 4 * 16)
+    assert serve.expect(r"settings .*speculative (\w+)") == "ngram"
     curl = serve.expect(r"(?m)^  (curl .*)$")
     grpcurl = serve.expect(r"(?m)^  (grpcurl .*)$")
     serve.expect(r"(Ctrl-C ends it)")
