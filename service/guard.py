@@ -18,7 +18,7 @@ from service.aio_server import Context
 from service.auth import Metadata
 from service.errors import ApiError, Violation, engine_dead, invalid
 from service.figures import Figures
-from service.record import label_of
+from service.record import ending, label_of
 from service.wire import field_beyond, serialized
 from telemetry.garbage import forget_frames
 from telemetry.logs import about
@@ -110,8 +110,9 @@ class Guard(grpc.aio.ServerInterceptor):
                 refusal = error if isinstance(error, ApiError) else engine_dead()
                 code = refusal.code.name
                 await _abort(context, refusal)
-            except (asyncio.CancelledError, grpc.aio.InternalError):
-                code = "CANCELLED"
+            except (asyncio.CancelledError, grpc.aio.InternalError) as error:
+                late = ending(error, context.time_remaining()) == "deadline"
+                code = "DEADLINE_EXCEEDED" if late else "CANCELLED"
                 raise
             except grpc.aio.AbortError:
                 code = context.code().name
