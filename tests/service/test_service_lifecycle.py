@@ -449,6 +449,24 @@ async def test_the_default_admin_socket_lies_in_a_folder_of_ones_own(make_core, 
             pass
 
 
+async def test_admin_sockets_that_killed_servers_left_are_removed_at_a_start(make_core, serving, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = tmp_path / "fulcrum"
+    folder.mkdir(mode=0o700)
+    (folder / "admin-0.sock").touch()  # is none
+    with contextlib.ExitStack() as sockets:
+        bound = {name: sockets.enter_context(socket.socket(socket.AF_UNIX)) for name in ("admin-1", "admin-2", "other")}
+        for name, each in bound.items():
+            each.bind(str(folder / f"{name}.sock"))
+        bound["admin-2"].listen(0)  # alive, but it takes none up, and one waits already
+        sockets.enter_context(socket.socket(socket.AF_UNIX)).connect(str(folder / "admin-2.sock"))
+        async with serving(make_core(), admin_address="auto") as server:
+            own = Path(server.addresses.admin_addresses[0].removeprefix("unix:")).name
+            kept = {"admin-0.sock", "admin-2.sock", "other.sock"}
+            assert {path.name for path in folder.iterdir()} == kept | {own}
+        assert {path.name for path in folder.iterdir()} == kept
+
+
 # -------------------- addresses
 
 
