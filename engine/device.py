@@ -17,6 +17,10 @@ from kernels.linear import cpu_computes_bfloat16
 CUDA_BUDGET = 0.9  # of the device's memory, where memory_budget is not set
 
 
+class NoRoom(ModelError):
+    """The budget leaves nothing for the KV pool."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model on its device."""
@@ -84,14 +88,26 @@ def allowed_bytes(budget: int | float | None, memory: int, default: int | float)
 
 
 def pages_within(left: int, page_bytes: int, page_size: int) -> int:
-    """Pages of the KV pool that fit into the `left` bytes. Raises ModelError: none does."""
+    """Pages of the KV pool that fit into the `left` bytes. Raises NoRoom: none does."""
     pages = left // page_bytes
     if pages < 1:
-        raise ModelError(
+        raise NoRoom(
             f"memory_budget leaves {max(left, 0)} bytes for the KV pool, and one page of {page_size} tokens"
             f" takes {page_bytes}"
         )
     return pages
+
+
+def whose_memory(device: torch.device) -> str:
+    """Who has a CUDA device's memory, and what helps where others do: for the error that there is too little."""
+    free, total = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_reserved(device)
+    of, ours, others, left = (f"{size / (1 << 30):.1f}" for size in (total, own, total - free - own, free))
+    return (
+        f"Of the device's {of} GiB this process has {ours}, others and the driver have {others}, and {left} are free."
+        " What others have counts in memory_budget: servers that share a device are started one after the other, each"
+        " with a larger --memory-budget than the one before (such as 0.45 and 0.9)"
+    )
 
 
 def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

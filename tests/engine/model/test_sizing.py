@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from engine import container
+from engine.build import build_core
+from engine.config import EngineConfig
 from engine.device import LoadedModel, pages_within
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelError
@@ -41,6 +43,29 @@ def test_the_documented_sizes_are_those_of_the_pool(row: tuple[str, ...]) -> Non
     model = LoadedModel(SimpleNamespace(config=config), 4096, torch.bfloat16, torch.device("cpu"))
     assert model.page_bytes(1) == token_bytes == 2 * layers * kv_heads * head * 2
     assert 16 * pages_within(10 << 30, model.page_bytes(16), 16) == tokens
+
+
+@pytest.mark.parametrize("measured_late", [True, False])
+def test_too_little_memory_beside_another_server_says_who_has_it(
+    monkeypatch: pytest.MonkeyPatch, llama: Any, measured_late: bool
+) -> None:
+    """Of two that start at once on a device, either measures what the other has taken, or finds it taken afterwards."""
+
+    def load_model(config: EngineConfig, *, progress: bool) -> Any:
+        if measured_late:
+            pages_within(-1, 1000, 16)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 60.00 GiB")
+
+    monkeypatch.setattr("engine.build.load_model", load_model)
+    monkeypatch.setattr("engine.build.find_device", torch.device)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (10 << 30, 80 << 30))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 15 << 30)
+    with pytest.raises(ModelError) as caught:
+        build_core(EngineConfig(model=llama[0], device="cuda"))
+    first, _, rest = str(caught.value).partition(" Of the device's ")
+    assert first.startswith("memory_budget leaves 0 bytes" if measured_late else "CUDA out of memory. Tried to")
+    assert rest.startswith("80.0 GiB this process has 15.0, others and the driver have 55.0, and 10.0 are free.")
+    assert "one after the other, each with a larger --memory-budget" in rest
 
 
 def test_every_documented_model_is_checked() -> None:
