@@ -7,7 +7,7 @@ from cli.report import EngineReport
 from cli.settings import Params
 
 _BEARER = ' -H "Authorization: Bearer $FULCRUM_API_KEY"'
-_SETTINGS = ("scheduler", "prefix_cache", "chunked_prefill", "service_workers")
+_SETTINGS = ("scheduler", "prefix_cache", "chunked_prefill", "speculative", "service_workers")
 
 
 def engine_banner(report: EngineReport, params: Params, name: str, *, with_key: bool) -> str:

@@ -169,7 +169,7 @@ engine_settings = together(
         type=Budget(),
     ),
     setting("max_model_len", "Most tokens of prompt and completion.", type=int, show_default="the model's"),
-    setting("page_size", "Tokens in a page of the KV pool."),
+    setting("page_size", "Tokens in a page of the KV pool: a power of two."),
     setting("max_num_seqs", "Most sequences in one step.", type=int, show_default="256; 1024 on CUDA"),
     setting("max_num_batched_tokens", "Token budget of one step.", type=int, show_default="512; 1152 on CUDA"),
     setting("scheduler", "static: the naive baseline, kept to measure against."),

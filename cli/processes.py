@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine.container import usable_cores
+
 # Of 16 cores; what is left is for the engine core and the system. More than so many one device never feeds.
 _SERVICE, _GATEWAY, _CORES = 5, 6, 16
 
@@ -27,7 +29,7 @@ def raise_file_limit() -> None:
 
 def with_counts(params: Mapping[str, Any]) -> dict[str, Any]:
     """The options with service_workers and workers filled in, where a command has them."""
-    service, gateway = counts(cores(), cuda=on_cuda(params.get("device") or "cpu"))
+    service, gateway = counts(usable_cores(), cuda=on_cuda(params.get("device") or "cpu"))
     chosen = {"service_workers": service, "workers": gateway}
     return {name: chosen.get(name) if value is None else value for name, value in params.items()}
 
@@ -41,11 +43,6 @@ def counts(cores: int, *, cuda: bool) -> tuple[int, int]:
         return 1, 1
     share = min(cores, _CORES) / _CORES
     return max(1, int(_SERVICE * share)), max(1, int(_GATEWAY * share))
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def on_cuda(device: str) -> bool:

@@ -3,10 +3,13 @@
 import importlib.metadata
 from typing import TYPE_CHECKING
 
+import torch
+
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.device import LoadedModel, load_model
+from engine.device import LoadedModel, NoRoom, find_device, load_model, whose_memory
 from engine.messages import CoreInfo
+from engine.model.errors import ModelError
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.static_scheduler import StaticScheduler
@@ -23,9 +26,15 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[EngineCo
         ModelError: the model cannot be served as asked.
         ValueError: a logits processor cannot be loaded.
     """
-    runner = _runner(config, load_model(config, progress=progress))
+    try:
+        runner = _runner(config, load_model(config, progress=progress))
+        runner.warm_up()
+    except (NoRoom, torch.OutOfMemoryError) as error:
+        device = find_device(config.device)
+        if device.type == "cpu":
+            raise
+        raise ModelError(f"{error}. {whose_memory(device)}") from error
     model, limits = runner.model_config, config.step_limits(runner.device.type)
-    runner.warm_up()
     info = CoreInfo(
         architecture=model.architecture,
         vocab_size=model.vocab_size,
@@ -38,6 +47,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[EngineCo
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         traces=config.trace_requests > 0,
+        step_timeout=config.step_timeout,
         max_samples=limits.max_samples,
         version=importlib.metadata.version("fulcrum-llm"),
     )

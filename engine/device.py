@@ -1,13 +1,11 @@
 """Where and in what precision a model runs, and the loading of its weights there. Knows no steps and no pages."""
 
-import math
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from engine.config import EngineConfig
+from engine.container import usable_cores
 from engine.malloc import keep_freed_memory
 from engine.model.checkpoint import open_checkpoint
 from engine.model.config import ModelConfig
@@ -17,7 +15,10 @@ from engine.model.weights import fill_dummy, load_weights
 from kernels.linear import cpu_computes_bfloat16
 
 CUDA_BUDGET = 0.9  # of the device's memory, where memory_budget is not set
-_CONTAINER = Path("/sys/fs/cgroup")  # where a container finds its own limits (cgroup v2)
+
+
+class NoRoom(ModelError):
+    """The budget leaves nothing for the KV pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def load_model(config: EngineConfig, *, progress: bool = True) -> LoadedModel:
     """
     device = find_device(config.device)
     if device.type == "cpu":
-        torch.set_num_threads(config.threads or _usable_cores())
+        torch.set_num_threads(config.threads or usable_cores())
         keep_freed_memory()
     checkpoint = open_checkpoint(config.model)
     max_model_len = _max_model_len(config, checkpoint.config)
@@ -87,33 +88,26 @@ def allowed_bytes(budget: int | float | None, memory: int, default: int | float)
 
 
 def pages_within(left: int, page_bytes: int, page_size: int) -> int:
-    """Pages of the KV pool that fit into the `left` bytes. Raises ModelError: none does."""
+    """Pages of the KV pool that fit into the `left` bytes. Raises NoRoom: none does."""
     pages = left // page_bytes
     if pages < 1:
-        raise ModelError(
+        raise NoRoom(
             f"memory_budget leaves {max(left, 0)} bytes for the KV pool, and one page of {page_size} tokens"
             f" takes {page_bytes}"
         )
     return pages
 
 
-def usable_memory() -> int:
-    """Bytes of memory that this process may fill: the machine's, or what its container may."""
-    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_limit("memory.max")])
-
-
-def _usable_cores() -> int:
-    """Cores that this process may use: its affinity, and the CPU quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _limit("cpu.max")
-    return min(cores, math.ceil(quota[0] / quota[1])) if quota else cores
-
-
-def _limit(name: str) -> list[int]:
-    """The numbers of a limit of the container; none where there is no container or no limit."""
-    file = _CONTAINER / name
-    words = file.read_text().split() if file.exists() else ["max"]
-    return [] if words[0] == "max" else [int(word) for word in words]
+def whose_memory(device: torch.device) -> str:
+    """Who has a CUDA device's memory, and what helps where others do: for the error that there is too little."""
+    free, total = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_reserved(device)
+    of, ours, others, left = (f"{size / (1 << 30):.1f}" for size in (total, own, total - free - own, free))
+    return (
+        f"Of the device's {of} GiB this process has {ours}, others and the driver have {others}, and {left} are free."
+        " What others have counts in memory_budget: servers that share a device are started one after the other, each"
+        " with a larger --memory-budget than the one before (such as 0.45 and 0.9)"
+    )
 
 
 def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MAX_HELD, MAX_HELD_BYTES = 1024, 256 << 20
 # What following one grammar may take: this, and so much for each token. Common are 5 to 100 microseconds.
 _FIRST_SECONDS, _TOKEN_SECONDS = 0.5, 1e-3
+# What XGrammar keeps of a text is some 0.7 MB for each millisecond that its tokens took to accept. Of a grammar's texts
+# together so much may be kept, beside so much of each token. Common are 1 to 10 microseconds.
+_KEPT_SECONDS, _COMMON_SECONDS = 1.0, 25e-6
 
 
 class Vocabulary(msgspec.Struct, array_like=True, frozen=True):
@@ -44,18 +47,25 @@ class _Time:
     """What all matchers of one grammar have taken together: processor time of the core's thread, in which all wait.
 
     Some grammars, most of them made for it, take a second for a token. Whatever took more than is allowed ends.
+
+    Attributes:
+        left: seconds that they may still take.
+        latest: seconds that the latest of their work took.
+        kept: seconds of accepting of which the memory is kept, beside what is common.
     """
 
-    __slots__ = ("_began", "left")
+    __slots__ = ("_began", "kept", "latest", "left")
 
     def __init__(self) -> None:
         self.left = _FIRST_SECONDS
+        self.latest = self.kept = 0.0
 
     def __enter__(self) -> None:
         self._began = thread_time()
 
     def __exit__(self, *_: object) -> None:
-        self.left -= thread_time() - self._began
+        self.latest = thread_time() - self._began
+        self.left -= self.latest
 
 
 def tokenizer_info(vocabulary: Vocabulary) -> "xgrammar.TokenizerInfo":
@@ -134,6 +144,8 @@ class GrammarMatcher:
 
     def __init__(self, grammar: "xgrammar.CompiledGrammar", vocab_size: int, time: _Time) -> None:
         self._grammar, self._words, self._time = grammar, -(-vocab_size // 32), time
+        self._kept = 0.0  # of the time's
+        self._full = False  # too much memory is kept
         # XGrammar may set the bits of the last word that stand for no token.
         self._last_word = np.int32((1 << vocab_size % 32) - 1 if vocab_size % 32 else -1)
 
@@ -152,13 +164,25 @@ class GrammarMatcher:
     def accept(self, token: int) -> bool:
         """Goes on by one sampled token; False (and nothing changed) where the grammar does not allow it.
 
-        Also when there is no more time: the next mask tells of that, which nobody takes for a fault of ours.
+        Also when there is no more time or memory: the next mask tells of that, which nobody takes for a fault of ours.
         """
         try:
             with self._time:
-                return bool(self._matcher.accept_token(token))
+                accepted = bool(self._matcher.accept_token(token))
         except RuntimeError:  # whatever fails in XGrammar concerns this sequence alone
             return False
+        self._keep(max(0.0, self._kept + self._time.latest - _COMMON_SECONDS))
+        if self._time.kept > _KEPT_SECONDS:
+            self._full = True
+            self._keep(0.0)  # others may go on, since this one ends
+        return accepted
+
+    def _keep(self, seconds: float) -> None:
+        self._time.kept += seconds - self._kept
+        self._kept = seconds
+
+    def __del__(self) -> None:
+        self._keep(0.0)
 
     def rollback(self, count: int) -> None:
         """Takes back the tokens accepted last."""
@@ -173,7 +197,7 @@ class GrammarMatcher:
             barred: token ids that are not to come as long as others may.
         """
         bits = np.zeros((1, self._words), np.int32)
-        if self._time.left < 0:
+        if self._time.left < 0 or self._full:
             return bytes(bits.nbytes)
         self._time.left += _TOKEN_SECONDS
         try:

@@ -81,6 +81,7 @@ class CoreInfo(msgspec.Struct, tag="info", array_like=True):
     device: str = ""
     version: str = ""
     traces: bool = False  # whether timelines are kept
+    step_timeout: float = 0.0  # seconds that a step may take; 0: any time
 
 
 class SequenceOutput(msgspec.Struct, array_like=True):

@@ -15,7 +15,7 @@ class FinishReason(enum.IntEnum):
     ABORT = 4  # the client went away, or somebody aborted it
     ERROR = 5  # the step that computed it failed
     STOP_STRING = 6  # the service found a stop string in the text
-    GRAMMAR = 7  # its grammar has no way on, or takes too long to follow
+    GRAMMAR = 7  # its grammar has no way on, or takes too much time or memory to follow
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.device import CUDA_BUDGET, LoadedModel, allowed_bytes, pages_within, usable_memory
+from engine.container import usable_memory
+from engine.device import CUDA_BUDGET, LoadedModel, allowed_bytes, pages_within
 from engine.logits import load_logits_processors
 from engine.logprobs import split_records
 from engine.model.config import ModelConfig

@@ -35,10 +35,14 @@ class Watchdog:
         self._began = None
 
     def _watch(self) -> None:
+        pause, looks = min(1.0, self._seconds / 4), 0
+        began: float | None = None
         while True:
-            time.sleep(min(1.0, self._seconds / 4))
-            began = self._began
-            if began is not None and time.monotonic() - began > self._seconds:
+            time.sleep(pause)
+            before, began = began, self._began
+            # Not by the clock, which goes on while the whole process is stopped.
+            looks = looks + 1 if began is not None and began == before else 0
+            if looks * pause >= self._seconds:
                 try:
                     logger.critical(
                         "no progress for %g s: %s. The stacks of all threads:", self._seconds, self._describe()

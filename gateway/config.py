@@ -80,9 +80,11 @@ class GatewayConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a positive number of seconds, not {value}")
-        for address in self.engines or ("",):
-            if re.search(r"^unix:.|.:\d+$", address) is None:
-                raise ValueError(f"engines must be HOST:PORT or unix:/PATH, at least one, not {address!r}")
+        admin = () if self.engine_admin is None else (self.engine_admin,)
+        for name, addresses in (("engines", self.engines or ("",)), ("engine_admin", admin)):
+            for address in addresses:
+                if re.fullmatch(r"unix:.+|[^/]+:\d{1,5}", address) is None:
+                    raise ValueError(f"{name} must be HOST:PORT or unix:/PATH, not {address!r}")
         if self.engine_key:
             checked_key("engine_key", self.engine_key)
         self.identity()

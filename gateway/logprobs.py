@@ -87,12 +87,14 @@ class ContentTokens:
                 self._end += len(self._texts[-1])
             self._tokens.append((begin, self._end, token))
 
-    def next(self, content: str) -> list[pb.TokenLogprob]:
-        """Those of the next piece of the content, each once. What was before it has been something else."""
+    def next(self, content: str, reasoning: str = "") -> list[pb.TokenLogprob]:
+        """Those of the next piece of the content, each once. What was before it, such as this reasoning, is not."""
         if not (self._tokens or self._texts):  # mostly, none are asked for
             return []
         text = "".join(self._texts)
-        at = 0 if text.startswith(content) else text.rfind(content)
+        thought = text.find(reasoning)
+        behind = thought + len(reasoning) if thought >= 0 else 0
+        at = behind if text.startswith(content, behind) else text.rfind(content)
         if at < 0:
             return self.rest()
         begin = self._end - len(text) + at

@@ -151,7 +151,7 @@ class ResponsesFormat:
             self._tokens.add(delta.logprobs)
         events = self._say(REASONING, reasoning) if reasoning else ""
         if text:
-            events += self._say(MESSAGE, text, logprobs=self._tokens.next(text))
+            events += self._say(MESSAGE, text, logprobs=self._tokens.next(text, reasoning))
         elif reasoning:
             self._tokens.rest()  # reasoning has no place for them
         for call in delta.tool_calls:

@@ -383,6 +383,8 @@ class TokenizeTextRequest(Body):
 class TokenizeChatRequest(ChatPrompt):
     """POST /tokenize with messages."""
 
+    unserved: ClassVar = {**UNSERVED, "add_special_tokens": (None, False)}  # a chat's come from its template
+
     model: str | None = None
     return_token_strs: bool | None = None
 

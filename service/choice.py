@@ -68,7 +68,7 @@ class Choice:
         if finish is FinishReason.GRAMMAR:
             asked = self.plan.constraint
             blamed = "chat.tools" if asked is None else asked.kind
-            raise invalid_grammar(blamed, "it allows nothing more here, or takes too long to follow")
+            raise invalid_grammar(blamed, "it allows nothing more here, or takes too much time or memory to follow")
         if finish is FinishReason.ERROR:
             raise ApiError(grpc.StatusCode.INTERNAL, "STEP_FAILED", "the engine could not compute this request")
         if self.plan.max_tokens == 0:  # the engine always draws one

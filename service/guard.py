@@ -18,7 +18,7 @@ from service.aio_server import Context
 from service.auth import Metadata
 from service.errors import ApiError, Violation, engine_dead, invalid
 from service.figures import Figures
-from service.record import label_of
+from service.record import ending, label_of
 from service.wire import field_beyond, serialized
 from telemetry.garbage import forget_frames
 from telemetry.logs import about
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # Of a request, with the messages in it: 15 ms to read at the worst. (8,192 messages of a chat have some 65,000.)
 _MAX_FIELDS = 1 << 17
+# A message may take so long to come, as at the gateway: gRPC sets no limit to a caller who answers its pings.
+_ARRIVAL_SECONDS = 120.0
 # Probes carry no credentials, and learn nothing but the status of the server as a whole.
 _OPEN_SERVICE = "/grpc.health.v1.Health/"
 
@@ -66,29 +68,32 @@ class Guard(grpc.aio.ServerInterceptor):
             reflected = self._reflect(handler.stream_stream)
             serializers = handler.request_deserializer, handler.response_serializer
             return grpc.stream_stream_rpc_method_handler(reflected, *serializers)
-        wrapped = self._wrap(method, handler)
+        wrapped = self._wrap(method, handler, _message)
+        # As a stream of messages, so that the first is read here; on the wire one is like the other.
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(wrapped, None, serialized)
-        return grpc.unary_unary_rpc_method_handler(wrapped, None, handler.response_serializer)
+            return grpc.stream_stream_rpc_method_handler(wrapped, None, serialized)
+        return grpc.stream_unary_rpc_method_handler(wrapped, None, handler.response_serializer)
 
-    def _wrap(self, method: str, handler: Any) -> Callable[[bytes, Context], Awaitable[Any]]:
+    def _wrap(
+        self, method: str, handler: Any, message: Callable[[Context], Awaitable[bytes]]
+    ) -> Callable[[Any, Context], Awaitable[Any]]:
         name, deserialize = method.rpartition("/")[2], handler.request_deserializer
         behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
-        async def guarded(payload: bytes, context: Context) -> Any:
+        async def guarded(_: Any, context: Context) -> Any:
             try:
-                return await answered(payload, context)
+                return await answered(context)
             except grpc.aio.InternalError as error:
                 # The caller went while it was answered. To grpc, which logs it with a traceback, that were a fault.
                 raise asyncio.CancelledError from error
             except grpc.aio.AbortError as error:
                 forget_frames(error)  # grpc keeps it in a ring with the call
-                del payload
                 raise
 
-        async def answered(payload: bytes, context: Context) -> Any:
+        async def answered(context: Context) -> Any:
             code = "OK"
             try:
+                payload = await message(context)
                 if len(payload) > 2 * _MAX_FIELDS:  # no field is shorter
                     kind = deserialize.__self__.DESCRIPTOR
                     beyond = await asyncio.to_thread(field_beyond, payload, kind, _MAX_FIELDS)
@@ -98,14 +103,16 @@ class Guard(grpc.aio.ServerInterceptor):
                     request = deserialize(payload)
                 except DecodeError as error:  # such as a string that is not UTF-8
                     raise _malformed() from error
+                del payload  # a stream may last
                 return await behavior(request, context)
             except (ApiError, CoreDied) as error:
                 forget_frames(error)  # this one holds it as `refusal`
                 refusal = error if isinstance(error, ApiError) else engine_dead()
                 code = refusal.code.name
                 await _abort(context, refusal)
-            except (asyncio.CancelledError, grpc.aio.InternalError):
-                code = "CANCELLED"
+            except (asyncio.CancelledError, grpc.aio.InternalError) as error:
+                late = ending(error, context.time_remaining()) == "deadline"
+                code = "DEADLINE_EXCEEDED" if late else "CANCELLED"
                 raise
             except grpc.aio.AbortError:
                 code = context.code().name
@@ -123,10 +130,10 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def _unread(self, method: str, handler: Any) -> Callable[[Any, Context], Awaitable[None]]:
         """As if the message had been empty: of Health that asks for the server as a whole."""
-        wrapped = self._wrap(method, handler)
+        wrapped = self._wrap(method, handler, _nothing)
 
         async def unread(_: Any, context: Context) -> None:
-            reply = await wrapped(b"", context)
+            reply = await wrapped(None, context)
             if reply is not None:
                 await context.write(reply)
 
@@ -148,6 +155,23 @@ class Guard(grpc.aio.ServerInterceptor):
             await _abort(context, refusal)
 
         return refused
+
+
+async def _message(context: Context) -> bytes:
+    """The bytes of a call's message. Raises ApiError: it does not come, or not in time."""
+    try:
+        async with asyncio.timeout(_ARRIVAL_SECONDS):
+            payload = await context.read()
+    except TimeoutError:
+        text = f"the message has not come within {_ARRIVAL_SECONDS:g} s"
+        raise ApiError(grpc.StatusCode.DEADLINE_EXCEEDED, "REQUEST_TIMEOUT", text) from None
+    if not isinstance(payload, bytes):  # the end of the call's stream
+        raise _malformed()
+    return payload
+
+
+async def _nothing(_: Context) -> bytes:
+    return b""
 
 
 async def _abort(context: Context, error: ApiError) -> NoReturn:

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import socket
 import stat
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,8 @@ _KEEPALIVE = keepalive(30, within=20)
 _MAX_PENDING = 1 << 14
 # What is left after the grace gets this long to hear its status.
 _LAST_WORDS_SECONDS = 1.0
+# How often the core is asked for a sign of life, while calls are open.
+_ASK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +135,8 @@ async def serve(
         certificates = Certificates(config.certificates())
         following = asyncio.create_task(_watch_core(core, live, health))  # the core may be draining already
         stopped = asyncio.create_task(stop.wait())
-        beside = map(asyncio.create_task, (certificates.watch(), give_back_freed_memory()))
-        for task in (following, stopped, *beside):
+        others = certificates.watch(), give_back_freed_memory(), _watch_silence(core, live, health)
+        for task in (following, stopped, *map(asyncio.create_task, others)):
             cleanup.callback(task.cancel)
         serving = [await _start(main, cleanup)]
 
@@ -145,7 +148,8 @@ async def serve(
             inference_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(core, live, figures), admin)
             health_pb2_grpc.add_HealthServicer_to_server(health, admin)
             _add_reflection(admin, (ADMIN, HEALTH))
-            admin_addresses.append(_bind(admin, each, identity, cleanup))
+            with _swept_runtime_dir() if config.admin_address == AUTO else contextlib.nullcontext():
+                admin_addresses.append(_bind(admin, each, identity, cleanup))
             serving.append(await _start(admin, cleanup))
 
         collector = EngineCollector(core, figures, model.names[0], loop)
@@ -185,6 +189,33 @@ async def _watch_core(core: CoreClient, live: LiveCalls, health: Health) -> None
                 await core.drain()
         logger.warning("the engine core serves again")
         health.set(serving=True)
+
+
+async def _watch_silence(core: CoreClient, live: LiveCalls, health: Health) -> None:
+    """Tells health when the core, with calls open, answers nothing for as long as a step may take; then, when it does.
+
+    It is stopped, or hangs where its own watchdog cannot run. That it has died is told by `_watch_core`.
+    """
+    silent = False
+    while seconds := core.info.step_timeout:
+        await asyncio.sleep(min(_ASK_SECONDS, seconds))
+        if not live and not silent:
+            continue
+        try:
+            async with asyncio.timeout(seconds):
+                await core.stats()
+        except TimeoutError:
+            if not silent:
+                logger.error("the engine core has not answered for %g s, with %d requests open", seconds, len(live))
+            silent = True
+            health.set(serving=False)
+        except CoreDied:
+            silent = False
+        else:
+            if silent:
+                logger.warning("the engine core answers again")
+                health.set(serving=True)
+            silent = False
 
 
 def _new_server(config: ServiceConfig, guard: Guard) -> grpc.aio.Server:
@@ -264,10 +295,13 @@ def _serve_metrics(
 def _answers(path: Path) -> bool:
     """Whether somebody listens on a Unix socket (a killed server leaves its file behind)."""
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
         except (FileNotFoundError, ConnectionRefusedError):
             return False
+        except BlockingIOError:  # its queue is full: it is stopped, perhaps
+            pass
     return True
 
 
@@ -280,6 +314,21 @@ def _admin_addresses(config: ServiceConfig, address: str) -> list[str]:
         return [f"unix:{runtime_dir() / f'admin-{split_address(address)[1]}.sock'}"]
     own = [] if config.own_address is None or is_unix(config.admin_address) else [f"{config.own_address}.admin"]
     return [config.admin_address, *own]
+
+
+@contextlib.contextmanager
+def _swept_runtime_dir() -> Iterator[None]:
+    """Removes what killed servers have left there; no other server of ours binds there until the block is left."""
+    folder = runtime_dir()
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        for path in folder.glob("admin-*.sock"):
+            if path.is_socket() and not _answers(path):
+                path.unlink(missing_ok=True)
+        yield
+    finally:
+        os.close(handle)
 
 
 def runtime_dir() -> Path:

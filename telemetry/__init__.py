@@ -1,1 +1,1 @@
-"""What every process says of itself in the same way: log lines and traces. Knows none of them."""
+"""What every process does alike: log lines, traces, expiry of certificates, freed memory. Knows none of them."""

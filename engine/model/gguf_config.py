@@ -123,14 +123,12 @@ def _number(metadata: Mapping[str, Any], key: str, path: Path, default: float | 
 
 
 def _rope_scaling(metadata: Mapping[str, Any], arch: str, path: Path) -> dict[str, Any] | None:
-    kind = metadata.get(f"{arch}.rope.scaling.type", "none")
+    kind = metadata.get(f"{arch}.rope.scaling.type", "linear")
     # Before scaling types there was one factor, for linear.
     key = f"{arch}.rope.scaling.factor"
     key = key if key in metadata else f"{arch}.rope.scale_linear"
     # Converters write 0 where there is none.
     factor = 0.0 if metadata.get(key) == 0 else _decimal(_number(metadata, key, path, 1.0))
-    if kind == "none" and factor != 1.0:
-        kind = "linear"
     if kind == "none" or factor in (0.0, 1.0):
         return None
     if kind == "linear":
@@ -142,8 +140,10 @@ def _rope_scaling(metadata: Mapping[str, Any], arch: str, path: Path) -> dict[st
         # On top of the paper's 0.1 ln(factor) + 1 (arXiv:2309.00071, section 3.4).
         if (extra := _number(metadata, f"{arch}.rope.scaling.attn_factor", path, 1.0)) != 1.0:
             scaling["attention_factor"] = extra * (0.1 * math.log(factor) + 1.0)
-        for name in ("beta_fast", "beta_slow"):
-            if value := metadata.get(f"{arch}.rope.scaling.yarn_{name}"):
+        # As the converter writes what a config.json gives.
+        names = {"attn_factor": "attention_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+        for theirs, name in names.items():
+            if value := metadata.get(f"{arch}.rope.scaling.yarn_{theirs}"):
                 scaling[name] = value
         return scaling
     raise ModelError(f"{path}: the rope scaling {kind!r:.200} is not supported; supported: linear, yarn")

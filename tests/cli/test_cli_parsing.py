@@ -15,6 +15,7 @@ from cli import processes, settings
 from cli.bench import bench
 from cli.main import main
 from cli.options import Budget
+from engine import container
 from engine.config import EngineConfig
 from fulcrum.keys import KeyRing
 from service.config import AUTO
@@ -387,8 +388,17 @@ def test_processes_by_the_cores(cores: int, cuda: bool, expected: tuple[int, int
     assert processes.counts(cores, cuda=cuda) == expected
 
 
+def test_the_cores_are_those_of_the_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As Kubernetes' limits and `docker run --cpus 8` write them for cgroup v2: microseconds of each period."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    monkeypatch.setattr(container, "_CONTAINER", tmp_path)
+    (tmp_path / "cpu.max").write_text("800000 100000\n")
+    params = processes.with_counts(parse("serve", "--device=cuda"))
+    assert (params["service_workers"], params["workers"]) == (2, 3)
+
+
 def test_processes_where_nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "cores", lambda: 16)
+    monkeypatch.setattr(processes, "usable_cores", lambda: 16)
     for options, expected in (
         (["--device=cuda:1"], (5, 6)),
         (["--device=cpu"], (1, 1)),

@@ -21,6 +21,7 @@ from cli.main import main
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1.inference_pb2_grpc import InferenceServiceStub
 
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 BIN = Path(sys.executable).parent
 # What `make serve` finds on PATH for curl and grpcurl, the latter being the environment's own.
 PASTE = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"}
@@ -62,11 +63,13 @@ def messages(output: str) -> list[dict]:
 
 def test_serve(fulcrum, await_end, engine_options: list[str], tmp_path: Path) -> None:
     """The banner's lines work when pasted, a chat works, and Ctrl-C ends everything after what is running."""
-    serve = fulcrum("serve", *engine_options, "--port=0", "--max-model-len=200", FULCRUM_API_KEY="sk-user")
+    options = ["--port=0", "--max-model-len=200", "--speculative=ngram"]
+    serve = fulcrum("serve", *engine_options, *options, FULCRUM_API_KEY="sk-user")
     grpc_address = serve.expect(r"gRPC +(\S+)")
     pages = int(serve.expect(r"KV cache +[\d,]+ tokens \(([\d,]+) pages of 16\)").replace(",", ""))
     # Keys and values of 2 layers, 2 heads of 16, float32, 16 tokens.
     assert pages == 32 * 2**20 // (2 * 2 * 2 * 16 * 4 * 16)
+    assert serve.expect(r"settings .*speculative (\w+)") == "ngram"
     curl = serve.expect(r"(?m)^  (curl .*)$")
     grpcurl = serve.expect(r"(?m)^  (grpcurl .*)$")
     serve.expect(r"(Ctrl-C ends it)")
@@ -250,6 +253,32 @@ def test_ctrl_c_twice_ends_at_once_and_a_dead_core_is_told(fulcrum, await_end, e
         list(second)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     await_end(families)
+
+
+def test_a_core_that_is_stopped_does_not_serve_until_it_goes_on(fulcrum, engine_options: list[str]) -> None:
+    engine = fulcrum("engine", *engine_options, "--step-timeout=2")
+    address = engine.expect(r"gRPC +(\S+)")
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in engine.descendants()}
+    (core,) = (pid for pid, line in lines.items() if "engine.core_main" in line)
+    with grpc.insecure_channel(address) as channel:
+        stopping = pb.StoppingCriteria(max_tokens=30_000, ignore_eos=True)
+        stream = InferenceServiceStub(channel).Generate(pb.GenerateRequest(text="x", stopping=stopping), timeout=60)
+        assert next(event.delta.text for event in stream if event.delta.text)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        told = []
+        for reply in watch:
+            told.append(reply.status)
+            if len(told) == 3:
+                break
+            os.kill(core, signal.SIGCONT if reply.status == NOT_SERVING else signal.SIGSTOP)
+        assert told == [SERVING, NOT_SERVING, SERVING]
+        for _ in range(50):  # the same stream, of the same core
+            assert next(stream).HasField("delta")
+        stream.cancel()
+    log = engine.log.read_text()
+    assert "the engine core has not answered for 2 s, with 1 requests open" in log
+    assert "the engine core answers again" in log
+    assert engine.stop() == 0
 
 
 def test_service_workers_share_one_port(fulcrum, await_end, engine_options: list[str], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from engine.kept import Kept, ProcessDied
 from engine.model.errors import ModelError
 from engine.process import CoreProcess, config_from_json, config_to_json
 from engine.request import FinishReason, Request, SamplingParams
+from engine.watchdog import Watchdog
 
 END_SECONDS = 20
 
@@ -233,6 +235,32 @@ async def test_a_step_that_hangs_is_told_with_its_place(config: EngineConfig, tm
     told = capfd.readouterr().err
     assert "no progress for 1 s: 1 sequences run; in flight: nothing" in told
     assert f'File "{tmp_path}/hangs.py", line 9 in __call__' in told
+
+
+def test_a_process_that_was_stopped_has_not_hung(monkeypatch) -> None:
+    """The clock goes on meanwhile, and is far ahead when its threads run again."""
+
+    class Clock:
+        now = 0.0
+        entered, looked = threading.Event(), threading.Event()
+
+        def monotonic(self) -> float:
+            return self.now
+
+        def sleep(self, seconds: float) -> None:
+            assert self.entered.wait(10)
+            if self.now:
+                self.looked.set()
+                threading.Event().wait()  # for ever: it is a daemon
+            self.now = 1000.0
+
+    clock, ends = Clock(), []
+    monkeypatch.setattr("engine.watchdog.time", clock)
+    monkeypatch.setattr("os._exit", ends.append)
+    with Watchdog(300.0, str):
+        clock.entered.set()
+        assert clock.looked.wait(10)
+    assert ends == []
 
 
 async def test_it_ends_when_its_parent_is_killed(config: EngineConfig) -> None:

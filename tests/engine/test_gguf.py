@@ -249,7 +249,7 @@ def test_smollm2_equals_the_golden_conversion(default_model: Path, own_data: Pat
     ("extra", "want"),
     [
         ({}, ("default", 1.0, 0)),
-        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 1.0}, ("default", 1.0, 0)),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, ("default", 1.0, 0)),
         ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, ("linear", 4.0, 0)),
         ({"llama.rope.scale_linear": 2.0}, ("linear", 2.0, 0)),
         (
@@ -266,6 +266,21 @@ def test_rope_scaling(extra: dict[str, Any], want: tuple[str, float, int], tmp_p
     path = write_model(tmp_path / "model.gguf", "llama", random_weights("llama"), extra=extra)
     rope = GGUFCheckpoint(path).config.rope
     assert (rope.kind, rope.factor, rope.original_max_len) == want
+
+
+def test_yarn_is_what_the_config_said(tmp_path: Path) -> None:
+    """Under the names that `convert_hf_to_gguf.py` has for the fields of a config.json."""
+    said = {"attention_factor": 1.3125, "beta_fast": 16.0, "beta_slow": 2.0}
+    names = (
+        gguf.Keys.Rope.SCALING_YARN_ATTN_FACTOR,
+        gguf.Keys.Rope.SCALING_YARN_BETA_FAST,
+        gguf.Keys.Rope.SCALING_YARN_BETA_SLOW,
+    )
+    extra = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 8.0}
+    extra |= {name.format(arch="llama"): value for name, value in zip(names, said.values(), strict=True)}
+    path = write_model(tmp_path / "model.gguf", "llama", random_weights("llama"), extra=extra)
+    rope = GGUFCheckpoint(path).config.rope
+    assert {name: getattr(rope, name) for name in said} == said
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,11 @@ def test_tokenize_and_detokenize(http, gateway, engine):
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True},
+            "add_special_tokens",
+        ),
         ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
         ("/tokenize", {"prompt": "x", "colour": "red"}, "colour"),
         ("/detokenize", {}, "tokens"),

@@ -272,6 +272,17 @@ def test_in_a_response_tokens_of_reasoning_calls_and_markers_have_no_place(clien
     assert (output[0].content[0].text, output[2].arguments) == ("so t", "{}")
 
 
+def test_in_a_response_what_was_thought_and_then_said_is_told_as_it_was_said(client, engine, kit):
+    """Both in one Delta: the same text, and not the same token."""
+    tokens = [token(b"4", -1.0), token(b"</think>", -2.0), token(b"4", -3.0)]
+    engine.script = kit.plays(
+        pb.GenerateResponse(delta=pb.Delta(reasoning="4", text="4", logprobs=tokens)), reasons=(1,)
+    )
+    thought, said = client.responses.create(**ASKED).output
+    assert (thought.content[0].text, said.content[0].text) == ("4", "4")
+    assert [one.logprob for one in said.content[0].logprobs] == [-3.0]
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [

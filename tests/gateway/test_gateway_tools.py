@@ -219,6 +219,7 @@ def test_reasoning_goes_in_by_either_name(http, gateway, engine, kit):
 
 def test_tokens_of_a_chat_with_tools(http, gateway, engine, kit):
     body = {"messages": kit.CHAT["messages"], "tools": TOOLS, "tool_choice": "none"}
+    body["add_special_tokens"] = False  # vLLM's default
     assert http.post(f"{gateway}/tokenize", json=body).json()["count"] == 2
 
 

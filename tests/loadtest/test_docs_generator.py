@@ -51,6 +51,24 @@ def test_the_committed_page_is_what_the_command_makes():
     assert done.exit_code == 0, done.output
 
 
+# Of `figures_told.txt`: a reference's row, the median of our runs of a load, and a figure with fewer digits.
+MACROS = """
+{%- macro vllm(row, key) %}{{ figure("reference-vllm-0.26.0-h200.json", "rows", row, key) }}{% endmacro -%}
+{%- macro ours(load, key) %}{{ figure("h200/" ~ load ~ "-*.json", key) }}{% endmacro -%}
+{%- macro short(text, digits=0) %}{{ ("%." ~ digits ~ "f") | format(text | float) }}{% endmacro -%}
+"""
+
+
+def test_other_pages_say_what_was_measured():
+    """What README, blog and question tell in sentences, as templates of these, under each page's name."""
+    page = ""
+    for line in Path(__file__).with_name("figures_told.txt").read_text().splitlines():
+        if line.startswith(" "):
+            assert render(MACROS + line.strip(), FOLDER / "results") in page
+        else:
+            page = " ".join((FOLDER.parent / line).read_text().split())
+
+
 def test_prose_has_no_measurement_typed_by_hand():
     """A figure with a unit comes out of a result file; only a prediction is an author's own."""
     prose = re.sub(r"{{.*?}}|{#.*?#}", "_", (FOLDER / "benchmarks.md.in").read_text(), flags=re.DOTALL)

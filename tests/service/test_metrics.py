@@ -155,6 +155,17 @@ def test_a_caller_that_leaves_at_his_deadline_has_run_out_of_time(error, remaini
     assert ending(error, remaining) == reason
 
 
+async def test_a_call_whose_deadline_has_passed_is_counted_as_its_caller_sees_it(make_core, serving):
+    core = make_core()
+    async with serving(core, metrics_port=0) as server:
+        call = server.stub.Generate(prompt(), timeout=0.3)
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await core.until(lambda: core.aborted == ["r"])
+        assert (
+            value(await scrape(server), "fulcrum_service_calls_total", method="Generate", code="DEADLINE_EXCEEDED") == 1
+        )
+
+
 async def test_sequences_that_ended_and_those_that_did_not(make_core, serving):
     """Of four, two end; then the caller goes."""
     core = make_core()

@@ -364,6 +364,20 @@ async def test_bytes_that_are_no_message_are_the_callers_error(make_core, servin
         assert await answered(server)
 
 
+@pytest.mark.parametrize("method", ["Generate", "Tokenize"])
+async def test_a_message_that_does_not_come_is_waited_for_so_long(make_core, serving, details, monkeypatch, method):
+    """Whoever stops in the midst of it, but answers pings, would be waited for without end by gRPC."""
+    monkeypatch.setattr("service.guard._ARRIVAL_SECONDS", 0.1)
+    async with serving(make_core()) as server:
+        begin = server.channel.stream_stream(f"/fulcrum.v1.InferenceService/{method}")
+        error = details(await refused(begin(timeout=20)))
+        assert (error.code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "REQUEST_TIMEOUT")
+        assert error.message == "the message has not come within 0.1 s"
+        ended = begin(timeout=20)
+        await ended.done_writing()  # without any
+        assert details(await refused(ended)).reason == "MALFORMED_MESSAGE"
+
+
 async def test_a_message_above_the_limit(make_core, serving):
     core = make_core()
     core.reply = lambda request: [(0, [65], FinishReason.LENGTH)]

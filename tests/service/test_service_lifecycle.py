@@ -312,6 +312,32 @@ async def test_a_dead_core_ends_every_stream_at_once(make_core, serving, details
         assert await end_of(call) is None
 
 
+async def test_a_core_that_answers_nothing_while_calls_are_open_does_not_serve_until_it_does(
+    make_core, serving, monkeypatch, caplog
+):
+    core = make_core(step_timeout=0.1)
+    stats, answers = core.stats, asyncio.Event()
+
+    async def silent():
+        await answers.wait()
+        return await stats()
+
+    monkeypatch.setattr(core, "stats", silent)
+    async with serving(core) as server:
+        health = health_pb2_grpc.HealthStub(server.channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        assert (await watch.read()).status == Status.SERVING
+        call = await begin(server)
+        assert (await watch.read()).status == Status.NOT_SERVING
+        answers.set()
+        assert (await watch.read()).status == Status.SERVING
+        core.emit("r", 0, [65], FinishReason.LENGTH)
+        assert await end_of(call) is None
+        watch.cancel()
+    assert "the engine core has not answered for 0.1 s, with 1 requests open" in caplog.messages
+    assert caplog.messages[-1] == "the engine core answers again"
+
+
 async def test_who_starts_beside_a_draining_core_does_not_say_that_it_serves(make_core, serving):
     core = make_core()
     await core.drain()
@@ -421,6 +447,24 @@ async def test_the_default_admin_socket_lies_in_a_folder_of_ones_own(make_core, 
     with pytest.raises(PermissionError, match="only user"):
         async with serving(make_core(), admin_address="auto"):
             pass
+
+
+async def test_admin_sockets_that_killed_servers_left_are_removed_at_a_start(make_core, serving, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = tmp_path / "fulcrum"
+    folder.mkdir(mode=0o700)
+    (folder / "admin-0.sock").touch()  # is none
+    with contextlib.ExitStack() as sockets:
+        bound = {name: sockets.enter_context(socket.socket(socket.AF_UNIX)) for name in ("admin-1", "admin-2", "other")}
+        for name, each in bound.items():
+            each.bind(str(folder / f"{name}.sock"))
+        bound["admin-2"].listen(0)  # alive, but it takes none up, and one waits already
+        sockets.enter_context(socket.socket(socket.AF_UNIX)).connect(str(folder / "admin-2.sock"))
+        async with serving(make_core(), admin_address="auto") as server:
+            own = Path(server.addresses.admin_addresses[0].removeprefix("unix:")).name
+            kept = {"admin-0.sock", "admin-2.sock", "other.sock"}
+            assert {path.name for path in folder.iterdir()} == kept | {own}
+        assert {path.name for path in folder.iterdir()} == kept
 
 
 # -------------------- addresses
@@ -579,6 +623,9 @@ async def test_a_caller_that_goes_while_it_is_refused_is_no_fault():
     """Of an exception other than a cancel grpc would write a traceback to the log."""
 
     class Gone:
+        async def read(self):
+            return b""
+
         async def abort(self, code, message, trailers):
             raise grpc.aio.InternalError("the call has ended")
 
@@ -592,7 +639,7 @@ async def test_a_caller_that_goes_while_it_is_refused_is_no_fault():
     guard = Guard(lambda _: None, figures)
     handler = await guard.intercept_service(continuation, SimpleNamespace(method="/x/Generate", invocation_metadata=()))
     with pytest.raises(asyncio.CancelledError):
-        await handler.unary_stream(b"", Gone())
+        await handler.stream_stream(None, Gone())
     calls = next(metric for metric in figures.metrics() if metric.name == "fulcrum_service_calls")
     assert [(each.labels, each.value) for each in calls.samples] == [({"method": "Generate", "code": "UNAVAILABLE"}, 1)]
 
@@ -608,6 +655,9 @@ async def test_a_refusal_that_nobody_hears_keeps_no_message(gone):
             messages.append(weakref.ref(message := cls()))
             return message
 
+    async def read():
+        return b""
+
     async def abort(code, message, trailers):
         raise gone("the call has ended")
 
@@ -622,7 +672,7 @@ async def test_a_refusal_that_nobody_hears_keeps_no_message(gone):
     gc.disable()
     try:
         with contextlib.suppress(asyncio.CancelledError):
-            await handler.unary_stream(b"", SimpleNamespace(abort=abort))
+            await handler.stream_stream(None, SimpleNamespace(read=read, abort=abort))
         assert [message() for message in messages] == [None]
     finally:
         gc.enable()
