@@ -3,7 +3,8 @@
 What `prefill_attention` computes, the way of FlashAttention-3 (Shah et al., 2024). One warp does nothing but have keys
 and values copied, page by page, into a ring of blocks in shared memory. Two groups of four warps each attend 64 queries
 of a tile to them: the values of one block are multiplied while the softmax of the next one's scores is taken, and while
-one group is at its softmax, the other's products fill the tensor cores.
+one group is at its softmax, the other's products fill the tensor cores. Each multiprocessor runs one program, which has
+the first blocks of its next tile copied while it ends one.
 
 Gluon is not interpreted: without a GPU this is only compiled. Its twin is `prefill_attention`'s own kernel, which takes
 what this one does not (`serves`).
@@ -60,20 +61,22 @@ def hopper_prefill(
     num_tiles: Tensor,
     out: Tensor,
     scale: float,
-    programs: int,
+    programs: int | None = None,
 ) -> None:
     """Causal attention of the tiles' queries.
 
     Args:
-        q, kv_cache, page_table, tiles, num_tiles, out, programs: of `prefill_attention`, where `serves` says so; tiles
-            are of BLOCK_M queries.
+        q, kv_cache, page_table, tiles, num_tiles, out: of `prefill_attention`, where `serves` says so; tiles are of
+            BLOCK_M queries.
         scale: of the scores, times log2(e).
+        programs: that share the tiles of all heads (None: as many as the device has multiprocessors).
     """
+    programs = programs or torch.cuda.get_device_properties(q.device).multi_processor_count
     heads, head_dim = q.shape[1:]
     page_size, kv_heads = kv_cache.shape[1], kv_cache.shape[3]
     lines = kv_cache.permute(0, 2, 3, 1, 4).view(-1, head_dim)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    _hopper_kernel[(heads, programs)](
+    _hopper_kernel[(programs,)](
         q,
         TensorDescriptor.from_tensor(lines, [page_size, head_dim // 2], layout),
         page_table,
@@ -84,7 +87,7 @@ def hopper_prefill(
         page_table.stride(0),
         *q.stride()[:2],
         *out.stride()[:2],
-        GROUP=heads // kv_heads,
+        HEADS=heads,
         KV_HEADS=kv_heads,
         PAGE=page_size,
         BLOCK_N=_BLOCK_N,
@@ -107,32 +110,48 @@ def _hopper_kernel(
     Q_HEAD: gl.constexpr,
     OUT_TOKEN: gl.constexpr,
     OUT_HEAD: gl.constexpr,
-    GROUP: gl.constexpr,
+    HEADS: gl.constexpr,
     KV_HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    if gl.program_id(1) >= gl.load(num_tiles):
+    units = gl.load(num_tiles) * HEADS
+    if gl.program_id(0) >= units:
         return
-    head = gl.program_id(0)
     first_q = gl.allocate_shared_memory(kv.dtype, [2, _GROUP_M, _HALF], kv.layout)
     second_q = gl.allocate_shared_memory(kv.dtype, [2, _GROUP_M, _HALF], kv.layout)
     # Rings: blocks (two halves each), and barriers that say that a block is full, or read by both groups.
     k = _ring(kv, BLOCK_N, STAGES)
     v = _ring(kv, BLOCK_N, STAGES)
     fence_async_shared()
-    q += head * Q_HEAD
-    out += head * OUT_HEAD
+    q, out = (q, Q_TOKEN, Q_HEAD), (out, OUT_TOKEN, OUT_HEAD)
     gl.warp_specialize(
         [
-            (_attend, (q, out, tiles, num_tiles, scale, first_q, k, v, 0, Q_TOKEN, OUT_TOKEN, BLOCK_N, STAGES)),
-            (_attend, (q, out, tiles, num_tiles, scale, second_q, k, v, 1, Q_TOKEN, OUT_TOKEN, BLOCK_N, STAGES)),
-            (_copy, (kv, tiles, num_tiles, table, table_stride, head // GROUP, k, v, KV_HEADS, PAGE, BLOCK_N, STAGES)),
+            (_attend, (0, first_q, q, out, tiles, units, scale, k, v, HEADS, BLOCK_N, STAGES)),
+            (_attend, (1, second_q, q, out, tiles, units, scale, k, v, HEADS, BLOCK_N, STAGES)),
+            (_copy, (kv, tiles, units, table, table_stride, k, v, HEADS, KV_HEADS, PAGE, BLOCK_N, STAGES)),
         ],
         [4, 1],
         [240, 24],
     )
+
+
+@gluon.jit
+def _rounds(units):
+    """How many units this program has; of those of a round it takes one, in every other round from the end.
+
+    Units are the tiles of all heads, longest first: so programs have about the same to do.
+    """
+    programs = gl.num_programs(0)
+    whole = units // programs
+    return whole + (_unit(whole) < units).to(gl.int32)
+
+
+@gluon.jit
+def _unit(turn):
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    return turn * programs + program + (turn & 1) * (programs - 1 - 2 * program)
 
 
 @gluon.jit
@@ -150,12 +169,12 @@ def _ring(kv, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
 def _copy(
     kv,
     tiles,
-    num_tiles,
+    units,
     table,
     table_stride,
-    kv_head,
     k,
     v,
+    HEADS: gl.constexpr,
     KV_HEADS: gl.constexpr,
     PAGE: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -163,7 +182,9 @@ def _copy(
 ):
     """The copying warp: all blocks of all tiles, as soon as there is room."""
     turn = 0
-    for tile in range(gl.program_id(1), gl.load(num_tiles), gl.num_programs(1)):
+    for i in range(_rounds(units)):
+        tile = _unit(i) // HEADS
+        kv_head = _unit(i) % HEADS // (HEADS // KV_HEADS)
         row = gl.load(tiles + 4 * tile + 1)
         end = gl.load(tiles + 4 * tile + 2) + gl.load(tiles + 4 * tile + 3)
         pages = table + row.to(gl.int64) * table_stride
@@ -203,17 +224,16 @@ def _copy_block(
 
 @gluon.jit
 def _attend(
+    GROUP_OF_WARPS: gl.constexpr,
+    own_q,
     q,
     out,
     tiles,
-    num_tiles,
+    units,
     scale,
-    own_q,
     k,
     v,
-    GROUP_OF_WARPS: gl.constexpr,
-    Q_TOKEN: gl.constexpr,
-    OUT_TOKEN: gl.constexpr,
+    HEADS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -221,17 +241,20 @@ def _attend(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    q, q_token, q_head = q
+    out, out_token, out_head = out
     values, values_full, values_read = v
     turn = 0
-    for tile in range(gl.program_id(1), gl.load(num_tiles), gl.num_programs(1)):
+    for i in range(_rounds(units)):
+        tile, head = _unit(i) // HEADS, _unit(i) % HEADS
         token = gl.load(tiles + 4 * tile) + GROUP_OF_WARPS * _GROUP_M
         first = gl.load(tiles + 4 * tile + 2) + GROUP_OF_WARPS * _GROUP_M
         count = gl.load(tiles + 4 * tile + 3) - GROUP_OF_WARPS * _GROUP_M  # not positive: none of the queries is stored
         end = first + count
         steps = gl.arange(0, _GROUP_M, gl.SliceLayout(1, LOADED))
-        at = (token + steps).to(gl.int64)[:, None] * Q_TOKEN + gl.arange(0, _HALF, gl.SliceLayout(0, LOADED))[None, :]
+        at = (token + steps).to(gl.int64)[:, None] * q_token + gl.arange(0, _HALF, gl.SliceLayout(0, LOADED))[None, :]
         for half in gl.static_range(2):
-            queries = gl.load(q + at + half * _HALF, mask=(steps < count)[:, None], other=0.0)
+            queries = gl.load(q + head * q_head + at + half * _HALF, mask=(steps < count)[:, None], other=0.0)
             own_q.index(half).store(queries)
         fence_async_shared()
         # Queries beyond the count see what the last one sees.
@@ -276,10 +299,11 @@ def _attend(
 
         share = gl.convert_layout(1.0 / weight, gl.SliceLayout(1, HALF))[:, None]
         steps = gl.arange(0, _GROUP_M, gl.SliceLayout(1, HALF))
-        at = (token + steps).to(gl.int64)[:, None] * OUT_TOKEN + gl.arange(0, _HALF, gl.SliceLayout(0, HALF))[None, :]
+        at = (token + steps).to(gl.int64)[:, None] * out_token + gl.arange(0, _HALF, gl.SliceLayout(0, HALF))[None, :]
+        at_out = out + head * out_head + at
         here = (steps < count)[:, None]
-        gl.store(out + at, (left * share).to(out.dtype.element_ty), mask=here)
-        gl.store(out + at + _HALF, (right * share).to(out.dtype.element_ty), mask=here)
+        gl.store(at_out, (left * share).to(out.dtype.element_ty), mask=here)
+        gl.store(at_out + _HALF, (right * share).to(out.dtype.element_ty), mask=here)
 
 
 @gluon.jit

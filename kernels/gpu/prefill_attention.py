@@ -92,7 +92,7 @@ def prefill_attention(
         tiles: (max_tiles, 4) int32, made by `prefill_tiles` for the config's block_m.
         num_tiles: (1,) int32, how many of them are tiles.
         out: (T, heads, head_dim), the last dimension contiguous; only rows of the tiles' queries are written.
-        programs: for each head; they share the tiles.
+        programs: for each head; they share the tiles (those of `hopper_attention` are its own matter).
         window: how many tokens back a query sees, itself included.
         scale: of the scores (None: head_dim ** -0.5).
         config: of the kernel of this file, which then serves in any case (None: `prefill_config`).
@@ -106,7 +106,7 @@ def prefill_attention(
         raise ValueError(f"q {tuple(q.shape)}, KV cache {tuple(kv_cache.shape)} and out {tuple(out.shape)} do not fit")
     scale = (head_dim**-0.5 if scale is None else scale) * _LOG2_E
     if config is None and serves(q, kv_cache, window):
-        hopper_prefill(q, kv_cache, page_table, tiles, num_tiles, out, scale, programs)
+        hopper_prefill(q, kv_cache, page_table, tiles, num_tiles, out, scale)
         return
     config = config or prefill_config(head_dim, q.dtype)
     # Heads vary fastest: the longest tiles of all heads start first, and heads of a group share K and V in L2.

@@ -103,7 +103,7 @@ def mixed_steps(rows: Rows, decodes: int, context: int, chunk: int, prefix: int,
 GROUPS = {
     "products": r"nvjet|gemm|splitK|_gemv|_dot",
     "decode attention": r"_decode_kernel",
-    "prefill attention": r"_prefill_kernel",
+    "prefill attention": r"_prefill_kernel|_hopper_kernel",
     "norms, with the residual sum": r"rms_norm",
     "bias, RoPE, K and V into pages": r"_rope_kv",
     "SiLU and product": r"_silu_mul",

@@ -361,5 +361,4 @@ def test_hopper_prefill(device, group, kv_heads, page, dtype):
         [(0, 300), (1000, 257), (0, 1), (4000, 130), (127, 1), (128, 1)],
         [(0, 64), (0, 65), (1, 127), (64, 63), (127, 129), (56, 200), (200, 56)],
     ):
-        for programs in (1, 4, 40):
-            check_prefill(device, shapes, programs=programs, **served)
+        check_prefill(device, shapes, **served)
