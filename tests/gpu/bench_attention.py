@@ -22,6 +22,7 @@ from triton.errors import TritonError
 
 from kernels.gpu.decode_attention import DecodeConfig, DecodePlan, decode_attention, plan_decode
 from kernels.gpu.prefill_attention import PrefillConfig, prefill_attention, prefill_config, prefill_tiles
+from loadtest.environment import environment
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 28, 4, 128, 16
 TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 2
@@ -78,7 +79,8 @@ def main() -> None:
             rows += prefill_case(pool, queries, prefix)
         report(rows, "prefill", "tflops", "TFLOP/s", 1)
     if options.output:
-        options.output.write_text(json.dumps(rows, indent=1))
+        cases = {"decode": by_case(rows, "decode", "share"), "prefill": by_case(rows, "prefill", "tflops")}
+        options.output.write_text(json.dumps(environment() | {"rows": rows} | cases, indent=1) + "\n")
 
 
 def decode_case(pool: Tensor, name: str, lengths: list[int]) -> list[Row]:
@@ -229,6 +231,15 @@ def graph_time(launch: Callable[[], None]) -> float:
     end.record()
     end.synchronize()
     return 1000 * middle.elapsed_time(end) / replays
+
+
+def by_case(rows: list[Row], kernel: str, figure: str) -> list[Row]:
+    """A row for each case: {"case": its name, setting: figure}."""
+    rows = [row for row in rows if row["kernel"] == kernel and figure in row]
+    return [
+        {"case": case} | {row["setting"]: row[figure] for row in rows if row["case"] == case}
+        for case in dict.fromkeys(row["case"] for row in rows)
+    ]
 
 
 def report(rows: list[Row], kernel: str, figure: str, title: str, factor: float) -> None:
