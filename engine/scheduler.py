@@ -236,7 +236,7 @@ class Scheduler(Results):
             if sequence.node is not None:
                 self.counts.prefix_query_tokens += min(sequence.num_tokens, sequence.logprobs_from)
                 self.counts.prefix_hit_tokens += hit
-                self.cache.count_hit(sequence)
+                self.cache.count_hit(sequence.node)
 
     def _occupy(self, plan: Plan, sequence: Sequence) -> None:
         """Takes a row, for a sequence that may have pages already."""
