@@ -14,6 +14,13 @@ from cli import options
 
 # In a child: tells the parent where it serves, and ends when the parent does.
 _supervised = click.option("--supervised", is_flag=True, hidden=True)
+_ENGINE, _GATEWAY = ("torch", "tokenizers", "tqdm"), ("fastapi", "uvicorn")
+
+
+def _need(extras: str, *packages: str) -> None:
+    """Raises click.ClickException, which says how to install what the command needs, where it is not there."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise click.ClickException(f"{missing[0]} is missing: pip install 'fulcrum-llm[{extras}]'")
 
 
 @click.group(context_settings=options.CONTEXT)
@@ -39,6 +46,7 @@ def serve(**params: Any) -> None:
 
     Ctrl-C ends both when running requests are done; a second one ends them at once.
     """
+    _need("engine,gateway", *_ENGINE, *_GATEWAY)
     from cli.run import serve_both
 
     serve_both(params, engine, gateway)
@@ -55,6 +63,7 @@ def serve(**params: Any) -> None:
 @click.option("--own-folder", type=click.Path(path_type=Path), hidden=True)
 def engine(**params: Any) -> None:
     """Run the engine alone: a gRPC server around one model."""
+    _need("engine", *_ENGINE)
     from cli.run import serve_engine
 
     serve_engine(params, service_worker)
@@ -90,6 +99,7 @@ def service_worker(**params: Any) -> None:
 @click.option("--listener", type=int, hidden=True)
 def gateway(**params: Any) -> None:
     """Run the gateway alone: OpenAI's API over HTTP, in front of running engines."""
+    _need("gateway", *_GATEWAY)
     from cli.run import serve_gateway
 
     serve_gateway(params, gateway)
@@ -104,6 +114,7 @@ def gateway(**params: Any) -> None:
 @options.engine_settings
 def generate(prompt: str | None, **params: Any) -> None:
     """Answer PROMPT (or what standard input holds) in the terminal, without a server."""
+    _need("engine", *_ENGINE)
     from cli.generate import generate_text
     from cli.run import utf8_alone
 
@@ -128,6 +139,7 @@ def batch(source: Path, target: Path, **params: Any) -> None:
     which they are answered. Interrupted or killed, the same command goes on where it was: rows that OUTPUT holds are
     skipped.
     """
+    _need("engine,gateway", "httpx", "msgspec", "tqdm")
     from cli.batch import run_batch
 
     run_batch(source, target, params, engine, gateway)
@@ -177,10 +189,7 @@ def trace(request_id: str | None, steps: Path | None, last: int | None, **connec
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(arguments: tuple[str, ...]) -> None:
     """Run load tests: of this server, or of any that speaks OpenAI's API."""
-    if missing := [
-        name for name in ("numpy", "msgspec", "httptools", "httpx", "tqdm", "uvloop") if find_spec(name) is None
-    ]:
-        raise click.ClickException(f"{missing[0]} is missing: pip install 'fulcrum-llm[bench]'")
+    _need("bench", "numpy", "msgspec", "httptools", "httpx", "tqdm", "uvloop")
     from cli.bench import bench as group
 
     group.main(arguments, prog_name="fulcrum bench")

@@ -4,9 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-SchedulerName = Literal["continuous", "static"]
-DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
-
 
 class StepLimits(NamedTuple):
     """The most that one step takes: sequences, tokens, and tokens drawn (one for each sequence, and its guesses')."""
@@ -22,7 +19,6 @@ class StepLimits(NamedTuple):
 _STEP_LIMITS = {"cpu": (256, 512), "cuda": (1024, 1152)}
 # With so many rows or more, guesses get what the rows leave.
 _MOST_GUESSED = 128
-
 
 _LEAST = {
     **dict.fromkeys(("page_size", "max_num_seqs", "max_num_batched_tokens", "speculative_length", "threads"), 1),
@@ -70,7 +66,7 @@ class EngineConfig:
     """
 
     model: Path
-    dtype: DTypeName = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     memory_budget: int | float | None = None
@@ -78,7 +74,7 @@ class EngineConfig:
     page_size: int = 16
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
-    scheduler: SchedulerName = "continuous"
+    scheduler: Literal["continuous", "static"] = "continuous"
     prefix_cache: bool = True
     chunked_prefill: bool = True
     admission: Literal["fcfs", "prefix"] = "fcfs"

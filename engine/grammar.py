@@ -18,8 +18,9 @@ import numpy as np
 if TYPE_CHECKING:
     import xgrammar
 
-# Of compiled grammars, in the core. One takes 0.1 to 2 MB; whoever is crowded out is sent again when it is asked for.
-MAX_HELD, MAX_HELD_BYTES = 1024, 256 << 20
+# Of compiled grammars, in the core, as long as they were when they came: what XGrammar says of their size may be a
+# fiftieth of it. Common are 4 to 20 MB; whoever is crowded out is sent again when it is asked for.
+MAX_HELD, MAX_HELD_BYTES = 1024, 512 << 20
 # What following one grammar may take: this, and so much for each token. Common are 5 to 100 microseconds.
 _FIRST_SECONDS, _TOKEN_SECONDS = 0.5, 1e-3
 # What XGrammar keeps of a text is some 0.7 MB for each millisecond that its tokens took to accept. Of a grammar's texts
@@ -91,7 +92,7 @@ class Grammars:
         self._max_bytes, self._max_held = max_bytes, max_held
         self._vocabulary: Vocabulary | None = None
         self._info: xgrammar.TokenizerInfo | None = None
-        self._held: OrderedDict[str, tuple[xgrammar.CompiledGrammar, _Time]] = OrderedDict()
+        self._held: OrderedDict[str, tuple[xgrammar.CompiledGrammar, _Time, int]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
 
@@ -116,10 +117,10 @@ class Grammars:
         with self._lock:
             if key in self._held:
                 return
-            self._bytes += grammar.memory_size_bytes
-            self._held[key] = grammar, _Time()
+            self._bytes += len(data)
+            self._held[key] = grammar, _Time(), len(data)
             while len(self._held) > self._max_held or (self._bytes > self._max_bytes and len(self._held) > 1):
-                self._bytes -= self._held.popitem(last=False)[1][0].memory_size_bytes
+                self._bytes -= self._held.popitem(last=False)[1][-1]
 
     def matcher(self, key: str) -> "GrammarMatcher | None":
         """A matcher at the beginning of the grammar; None if it is not held. Raises GrammarError: it takes too long."""
@@ -127,7 +128,7 @@ class Grammars:
             if key not in self._held or self._vocabulary is None:
                 return None
             self._held.move_to_end(key)
-            grammar, time = self._held[key]
+            grammar, time, _ = self._held[key]
         if time.left < 0:
             raise GrammarError("following it takes too long")
         return GrammarMatcher(grammar, len(self._vocabulary.tokens), time)

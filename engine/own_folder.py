@@ -12,6 +12,13 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "fulcrum-own-"
 _YOUNG_SECONDS = 60.0  # one that may not be locked yet
+_LONGEST = 70  # bytes: with the names of folder and socket behind it, a socket's address may have 107
+
+
+def temporary_folder() -> Path:
+    """The system's for temporary files (TMPDIR), or /tmp where that one's path is too long for sockets in it."""
+    folder = tempfile.gettempdir()
+    return Path(folder if len(os.fsencode(folder)) <= _LONGEST else "/tmp")
 
 
 class OwnFolder(tempfile.TemporaryDirectory[str]):
@@ -20,7 +27,7 @@ class OwnFolder(tempfile.TemporaryDirectory[str]):
     def __init__(self) -> None:
         """Makes it, and removes this user's folders of processes that were killed."""
         sweep()
-        super().__init__(prefix=_PREFIX)
+        super().__init__(prefix=_PREFIX, dir=temporary_folder())
         self._lock: int | None = _locked(Path(self.name))
 
     def cleanup(self) -> None:
@@ -33,7 +40,7 @@ class OwnFolder(tempfile.TemporaryDirectory[str]):
 
 def sweep() -> None:
     """Removes this user's folders that nobody has locked."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for folder in temporary_folder().glob(f"{_PREFIX}*"):
         try:
             found = folder.lstat()
             if found.st_uid == os.getuid() and time.time() - found.st_mtime > _YOUNG_SECONDS:

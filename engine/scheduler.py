@@ -2,7 +2,8 @@
 
 There are no phases. Every running sequence has `num_computed` chasing `num_tokens`; a step gives each as much of its
 gap as the token budget allows: decodes first, then chunks of running prompts, then admissions (in the order of
-`engine.waiting`). `schedule` needs lengths only, so it may be called again before earlier steps are collected.
+`engine.waiting`); one that waits and has the turn by priority or fairness goes before a prompt that is being computed.
+`schedule` needs lengths only, so it may be called again before earlier steps are collected.
 
 Rules kept here (more are in `engine.books` and `engine.results`):
 - Steps are executed in the order of their ids.
@@ -30,7 +31,7 @@ from engine.results import Results
 from engine.sequence import Sequence, State
 from engine.step import Draft, PageUpdate, PromptLogprobs, RowInit, RowWork, Sample, Step
 from engine.trace import Tracer
-from engine.waiting import DECODE_WORK, MAX_OVERTAKEN, PREFILL_WORK
+from engine.waiting import DECODE_WORK, LAST, MAX_OVERTAKEN, PREFILL_WORK, Turn
 
 WATERMARK = 0.01  # of the pool; at least one page
 MOVING = 131_072  # tokens of the sequences that take a row in one step, if there are several
@@ -79,6 +80,8 @@ class Scheduler(Results):
         decode_first = self._config.chunked_prefill or self._short
         if decode_first:
             self._decode(plan, decoding)
+        if self._prefilling:
+            self._admit(plan, before=min(map(self._waiting.turn, self._prefilling)))
         self._prefill(plan)
         self._admit(plan)
         if not decode_first:
@@ -186,13 +189,14 @@ class Scheduler(Results):
             self._waiting.charge(sequence.request.tenant, PREFILL_WORK * count)
 
     def _prefill(self, plan: Plan) -> None:
-        for sequence in tuple(self._prefilling):
+        for sequence in sorted(self._prefilling, key=self._waiting.turn):
             if plan.budget and sequence.state is State.RUNNING:
                 self._compute(plan, sequence)
 
-    def _admit(self, plan: Plan) -> None:
+    def _admit(self, plan: Plan, before: Turn = LAST) -> None:
+        """Admits those that wait and whose turn comes before that."""
         passed: list[Sequence] = []
-        candidates = self._waiting.candidates()
+        candidates = self._waiting.candidates(before)
         while self._free_rows and plan.budget and plan.moving > 0 and not plan.short:
             sequence = next(candidates, None)
             if sequence is None or sequence.row >= 0:  # a step in flight uses what it held
@@ -236,7 +240,7 @@ class Scheduler(Results):
             if sequence.node is not None:
                 self.counts.prefix_query_tokens += min(sequence.num_tokens, sequence.logprobs_from)
                 self.counts.prefix_hit_tokens += hit
-                self.cache.count_hit(sequence)
+                self.cache.count_hit(sequence.node)
 
     def _occupy(self, plan: Plan, sequence: Sequence) -> None:
         """Takes a row, for a sequence that may have pages already."""
@@ -332,5 +336,4 @@ class Scheduler(Results):
 
     def _standing(self, sequence: Sequence) -> tuple[Any, ...]:
         """The last of running sequences in this order is preempted first."""
-        priority, arrival, index = sequence.rank
-        return priority, self._waiting.work(sequence.request.tenant), arrival, index
+        return *self._waiting.turn(sequence), sequence.rank

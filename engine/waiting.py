@@ -10,6 +10,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
+from math import inf
 from operator import attrgetter
 from typing import Final
 
@@ -25,6 +26,9 @@ PREFILL_WORK: Final = 1
 DECODE_WORK: Final = 2
 # With `hits`: only so many of a tenant's first are compared, so that a step's cost does not grow with the queue.
 COMPARED: Final = 32
+
+Turn = tuple[float, int]  # (-priority, work done for the tenant)
+LAST: Final = (inf, 0)
 
 _rank = attrgetter("rank")
 
@@ -108,9 +112,9 @@ class WaitingQueue:
         if self.contended:
             self._work[tenant] += work
 
-    def work(self, tenant: str) -> int:
-        """What has been done for an active tenant."""
-        return self._work[tenant]
+    def turn(self, sequence: Sequence) -> Turn:
+        """Whose turn it is: the lowest is served first."""
+        return sequence.rank[0], self._work[sequence.request.tenant]
 
     # Sequences.
 
@@ -128,13 +132,16 @@ class WaitingQueue:
             del self._queues[tenant]
         return queue[: min(at, COMPARED)]
 
-    def candidates(self) -> Iterator[Sequence]:
-        """The sequences in the order of service. The one handed out last may be removed, and work be charged."""
-        served = {tenant: self._served(queue) for tenant, queue in self._queues.items()}
+    def candidates(self, before: Turn = LAST) -> Iterator[Sequence]:
+        """The sequences in the order of service, as long as their turn comes before that.
+
+        The one handed out last may be removed, and work be charged.
+        """
+        served = {one: self._served(queue) for one, queue in self._queues.items() if self.turn(queue[0]) < before}
         heads = [self._entry(tenant, next(order)) for tenant, order in served.items()]
         heapq.heapify(heads)
-        while heads:
-            _, _, _, sequence, tenant = heads[0]
+        while heads and heads[0][0] < before:
+            _, _, sequence, tenant = heads[0]
             yield sequence
             following = next(served[tenant], None)
             if following is None:
@@ -142,8 +149,8 @@ class WaitingQueue:
             else:
                 heapq.heapreplace(heads, self._entry(tenant, following))
 
-    def _entry(self, tenant: str, sequence: Sequence) -> tuple[int, int, tuple[int, int, int], Sequence, str]:
-        return sequence.rank[0], self._work[tenant], sequence.rank, sequence, tenant
+    def _entry(self, tenant: str, sequence: Sequence) -> tuple[Turn, tuple[int, int, int], Sequence, str]:
+        return self.turn(sequence), sequence.rank, sequence, tenant
 
     def _served(self, queue: list[Sequence]) -> Iterator[Sequence]:
         """A tenant's sequences in the order of service, also while they are taken out."""

@@ -73,11 +73,11 @@ def openapi(version: str) -> dict[str, Any]:
     )
     tops = {model.__name__: model for model in models}
     for name, schema in definitions["$defs"].items():
+        if schema.get("additionalProperties") is False:
+            schema["additionalProperties"] = {"type": "null"}  # which is nothing
         if model := tops.get(name):
             schema["properties"] |= dict.fromkeys(sorted(model.ignored), True)
-            schema["properties"] |= {field: {"enum": list(idle)} for field, idle in model.unserved.items()}
-        elif schema.get("additionalProperties") is False:
-            schema["additionalProperties"] = {"type": "null"}  # as gateway.strict has it
+            schema["properties"] |= {field: {"enum": [None, *idle]} for field, idle in model.unserved.items()}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     failures = {status: {"description": text, "content": error} for status, text in _ERRORS.items()}
     responses = {"200": {"description": "OK"}, **failures}

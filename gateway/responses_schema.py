@@ -166,22 +166,22 @@ class ResponsesRequest(Sampling):
         {"max_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
     )
     unserved: ClassVar = {
-        "access_programs": (None,),
-        "background": (None, False),
-        "background_options": (None,),
-        "context_management": (None, []),
-        "conversation": (None,),
-        "image": (None,),
-        "max_tokens": (None,),
-        "moderation": (None,),
-        "n": (None, 1),
-        "previous_response_id": (None,),
-        "prompt": (None,),
-        "prompt_cache_options": (None, {"mode": "implicit"}),
-        "response_format": (None,),
-        "service_tier": (None, "auto", "default"),
-        "store": (None, False),
-        "truncation": (None, "disabled"),
+        "access_programs": (),
+        "background": (False,),
+        "background_options": (),
+        "context_management": ([],),
+        "conversation": (),
+        "image": (),
+        "max_tokens": (),
+        "moderation": (),
+        "n": (1,),
+        "previous_response_id": (),
+        "prompt": (),
+        "prompt_cache_options": ({"mode": "implicit"},),
+        "response_format": (),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "truncation": ("disabled",),
     }
 
     input: Annotated[

@@ -45,21 +45,21 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Fields that change nothing here: accepted with any value and ignored.
 IGNORED = frozenset({"user", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"})
 
-# Fields that are not served yet, and the values that ask for nothing.
+# Fields that are not served yet, and the values beside null that ask for nothing.
 UNSERVED: dict[str, tuple[object, ...]] = {
-    "audio": (None,),
-    "best_of": (None, 1),
-    "function_call": (None, "none", "auto"),
-    "functions": (None, []),
-    "modalities": (None, ["text"]),
-    "moderation": (None,),
-    "prediction": (None,),
-    "prompt_cache_options": (None, {"mode": "implicit"}),
-    "service_tier": (None, "auto", "default"),
-    "store": (None, False),
-    "suffix": (None, ""),
-    "verbosity": (None, "medium"),
-    "web_search_options": (None,),
+    "audio": (),
+    "best_of": (1,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "prompt_cache_options": ({"mode": "implicit"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
 }
 
 
@@ -383,7 +383,7 @@ class TokenizeTextRequest(Body):
 class TokenizeChatRequest(ChatPrompt):
     """POST /tokenize with messages."""
 
-    unserved: ClassVar = {**UNSERVED, "add_special_tokens": (None, False)}  # a chat's come from its template
+    unserved: ClassVar = {**UNSERVED, "add_special_tokens": (False,)}  # a chat's come from its template
 
     model: str | None = None
     return_token_strs: bool | None = None
@@ -409,8 +409,8 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def parse(kind: type[B], fields: dict[str, Any]) -> B:
-    """Validates the fields of a request. Raises: ApiError 400 that names the first one at fault."""
-    known = {name: value for name, value in fields.items() if name not in kind.ignored}
+    """Validates the fields of a request, of which null is none. Raises: ApiError 400 that names the first at fault."""
+    known = {name: value for name, value in fields.items() if value is not None and name not in kind.ignored}
     for name in known.keys() & kind.unserved.keys():
         if not any(type(known[name]) is type(idle) and known[name] == idle for idle in kind.unserved[name]):
             raise ApiError(400, f"'{name}' is not supported yet.", param=name, code="unsupported_parameter")
@@ -426,7 +426,8 @@ def parse(kind: type[B], fields: dict[str, Any]) -> B:
 
 def parse_tokenize(fields: dict[str, Any]) -> TokenizeChatRequest | TokenizeTextRequest:
     """Validates the fields of POST /tokenize, whose kind shows in them. Raises: ApiError 400."""
-    return parse(TokenizeChatRequest, fields) if "messages" in fields else parse(TokenizeTextRequest, fields)
+    text = fields.get("messages") is None
+    return parse(TokenizeTextRequest, fields) if text else parse(TokenizeChatRequest, fields)
 
 
 def unknown_field(param: str) -> ApiError:

@@ -1,8 +1,9 @@
 """Attention of a flattened token batch over a paged KV cache, in plain torch.
 
 A plan is made once a step and serves every layer. It groups the sequences' queries into buckets of similar query and
-context length, so that one batched product serves each bucket and padding at most doubles either length. Long chunks
-are cut into tiles, so that neither the scores nor their mask grow with the chunk times the context.
+context length, so that one batched product serves each bucket and padding at most doubles either length, short
+contexts aside. Long chunks are cut into tiles, so that neither the scores nor their mask grow with the chunk times the
+context.
 
 Pages may hold anything, NaN included, beyond what their sequence has written: gathered K and V are zeroed there.
 """

@@ -47,7 +47,7 @@ def padded_rows(rows: int) -> int:
     """`rows` rounded up to one of eight sizes for each power of two; exact below 16.
 
     oneDNN compiles code for every number of rows and keeps it, about half a MB for each matrix shape: steps of any size
-    up to 2,048 tokens would leave gigabytes. Padding costs a sixteenth of the work on average.
+    up to 2,048 tokens would leave gigabytes. Padding costs less than an eighth of the work.
     """
     step = 1 << max(0, rows.bit_length() - 4)
     return -(-rows // step) * step

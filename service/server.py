@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import stat
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 from prometheus_client.registry import Collector
 
 from engine.client import CoreClient, CoreDied
+from engine.own_folder import temporary_folder
 from fulcrum.client import keepalive
 from fulcrum.tls import Identity, server_context, server_credentials
 from fulcrum.v1 import inference_pb2, inference_pb2_grpc
@@ -267,7 +267,11 @@ def _bind(server: grpc.aio.Server, address: str, identity: Identity | None, clea
             raise OSError(f"cannot listen on {address}: {error}") from error
         return f"{address.rpartition(':')[0]}:{port}"
     path = unix_path(address)
-    if _answers(path):  # grpc would take the name over, and leave the other server without
+    try:
+        taken = _answers(path)  # grpc would take the name over, and leave the other server without
+    except OSError as error:  # such as a path that is too long
+        raise OSError(f"cannot listen on {address}: {error.strerror or error}") from error
+    if taken:
         raise OSError(f"cannot listen on {address}: another server does")
     earlier = os.umask(0o177)
     try:
@@ -334,7 +338,7 @@ def _swept_runtime_dir() -> Iterator[None]:
 def runtime_dir() -> Path:
     """A folder of this user's own (0700) for sockets. Raises PermissionError where somebody else has taken its name."""
     base = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(base) / "fulcrum" if base else Path(tempfile.gettempdir()) / f"fulcrum-{os.getuid()}"
+    folder = Path(base) / "fulcrum" if base else temporary_folder() / f"fulcrum-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:

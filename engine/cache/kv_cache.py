@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from engine.cache.pool import PagePool, check
-from engine.cache.radix import NodeView, RadixTree
+from engine.cache.radix import Node, NodeView, RadixTree
 from engine.sequence import Sequence
 
 _MAX_VIEWS = 1000
@@ -108,10 +108,9 @@ class KVCache:
         sibling.num_computed, sibling.num_cached = leader.num_computed, leader.num_cached
         return [(leader.pages[full], page) for page in self.grow(sibling, 1)] if partial else []
 
-    def count_hit(self, sequence: Sequence) -> None:
-        """A request begins with the prefix that the sequence has found."""
-        if sequence.node is not None:
-            self._tree.count_hit(sequence.node)
+    def count_hit(self, node: Node) -> None:
+        """A request begins with the prefix that ends in `node`."""
+        self._tree.count_hit(node)
 
     def publish(self, sequence: Sequence) -> None:
         """Offers the pages that have become full, of known tokens, to the tree."""

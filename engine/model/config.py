@@ -118,7 +118,6 @@ class ModelConfig:
     qk_norm: bool
     eos_token_ids: tuple[int, ...]  # of config.json and generation_config.json, those within the vocabulary
     generation: GenerationDefaults
-    torch_dtype: str = ""  # the checkpoint's own, as config.json names it ("" where it does not)
 
     @property
     def q_size(self) -> int:
@@ -186,7 +185,6 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             eos_token_ids=_eos_token_ids(vocab_size, config, generation or {}),
             generation=GenerationDefaults.from_hf(generation or {}),
-            torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or ""),
         )
 
 

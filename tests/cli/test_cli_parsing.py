@@ -292,6 +292,26 @@ def test_numbers_that_the_contract_cannot_hold_are_refused(command: list[str], o
     assert f"{option.partition('=')[2]} is not in the range" in text
 
 
+@pytest.mark.parametrize(
+    ("command", "extras"),
+    [
+        ("serve", "engine,gateway"),
+        ("engine", "engine"),
+        ("gateway", "gateway"),
+        ("generate", "engine"),
+        ("bench", "bench"),
+    ],
+)
+def test_what_is_not_installed_is_one_line_and_status_1(
+    command: str, extras: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cli.main.find_spec", lambda name: None)
+    status, line = refusal(command)
+    assert status == 1
+    assert line.endswith(f" is missing: pip install 'fulcrum-llm[{extras}]'")
+    assert "\n" not in line
+
+
 @pytest.mark.parametrize("command", SERVING)
 def test_other_machines_need_a_key(command: str) -> None:
     status, line = refusal(command, "--host=0.0.0.0")

@@ -3,12 +3,14 @@
 import ast
 import functools
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
 
+from cli.bench import bench
 from cli.main import main
 from gateway.config import GatewayConfig
 
@@ -133,6 +135,26 @@ def test_the_flags_are_as_they_are_documented() -> None:
                 assert command in rooms or command == "serve", flag
     assert here == {room: {flag for flag, (_, rooms) in told.items() if room in rooms} for room in here}
     assert f"| engine none, gateway {GatewayConfig().request_timeout:g} s |" in text
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Each `fulcrum ...` line of the documents' shell blocks, with its words."""
+    for document in DOCUMENTS:
+        for block in re.findall(r"(?ms)^```sh\n(.*?)^```", document.read_text(encoding="utf-8")):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(re.sub(r"^([A-Z_]+=\S+ )+", "", line), comments=True)
+                if words[:1] == ["fulcrum"]:
+                    yield line, words[1:]
+
+
+def test_every_option_of_a_documented_line_is_real() -> None:
+    lines = list(commands())
+    assert len(lines) > 20
+    for line, words in lines:
+        command = bench.commands[words[1]] if words[0] == "bench" else main.commands[words[0]]
+        known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+        options = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert options <= known, line
 
 
 def test_every_reason_is_documented() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -299,8 +300,17 @@ async def test_what_cannot_start_says_why(config: EngineConfig, changed: dict[st
             pass
 
 
+def test_sockets_fit_where_the_path_of_temporary_files_is_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a cluster makes a folder for each job: a socket's address has room for 107 bytes (unix(7))."""
+    (tmp_path / ("x" * 100)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
+    with own_folder.OwnFolder() as own, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{own}/core.sock")
+
+
 def test_folders_of_killed_engines_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(own_folder, "_LONGEST", 1000)
     folders = {name: tmp_path / f"fulcrum-own-{name}" for name in ("dead", "young", "live")}
     for folder in folders.values():
         folder.mkdir()

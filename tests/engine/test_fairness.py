@@ -24,6 +24,7 @@ FIGURES = Path(__file__).parents[2] / "docs" / "results" / "fairness.json"
 
 LIGHT = [(FLOOD_AT + 0.5 * number, 100, 10) for number in range(1, 40)]  # arrival, tokens in, tokens out
 FLOOD = [(0.0, 2000, 20)] * 300
+LONG = [(0.0, 100_000, 20)] * 6  # 87 steps each
 PREFILL = 300 * 2000 * TOKEN_SECONDS  # seconds of the flood's prompts alone
 
 
@@ -67,9 +68,10 @@ def test_in_one_queue_the_light_tenant_waits_for_the_flood():
     assert waited == sorted(waited, reverse=True), "the later it came, the less of the flood was left"
 
 
-def test_apart_it_waits_for_a_few_steps():
+@pytest.mark.parametrize("flood", [FLOOD, LONG], ids=["many", "long"])
+def test_apart_it_waits_for_a_few_steps(flood):
     full_step = STEP_SECONDS + 1152 * TOKEN_SECONDS
-    assert max(queue_seconds(LIGHT, FLOOD, apart=True)) < 4 * full_step
+    assert max(queue_seconds(LIGHT, flood, apart=True)) < 4 * full_step
 
 
 def test_alone_it_never_waits_longer_than_a_step():

@@ -48,6 +48,24 @@ def test_priority_goes_before_fairness(harness):
     assert engine.order == ["urgent", "b2", "a0", "a1"]
 
 
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "steps"), [({"priority": 1}, 1), ({"tenant": "light"}, 2)], ids=["priority", "fairness"]
+)
+def test_nobody_waits_for_a_long_prompt_whose_turn_comes_first(harness, settings, steps, chunked):
+    """The prompt is of 15 steps; the other one goes between two, at once or when the prompt has had more since."""
+    engine = harness(max_num_batched_tokens=8, num_pages=100, chunked_prefill=chunked)
+    engine.add("long", [5] * 120, max_tokens=2, ignore_eos=True)
+    for _ in range(5):
+        engine.turn()
+    engine.add("short", [1, 2, 3], max_tokens=4, ignore_eos=True, **settings)
+    works = [[work.length for work in engine.turn().works] for _ in range(steps)]
+    assert works == [[8]] * (steps - 1) + [[3, 5]]
+    assert len(engine.tokens["short", 0]) == 1
+    engine.run()
+    engine.check_outputs()
+
+
 def test_idleness_earns_no_credit(harness):
     """c comes when a and b have had 8 each: it begins there, and is served in turn instead of thrice at once."""
     engine = harness(max_num_seqs=1)

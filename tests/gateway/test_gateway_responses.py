@@ -423,7 +423,7 @@ def test_harmless_fields(http, gateway, engine, fields):
         ({"response_format": {"type": "text"}}, "response_format", "unsupported_parameter"),
         ({"messages": []}, "messages", "unknown_parameter"),
         ({"temprature": 1}, "temprature", "unknown_parameter"),
-        ({"input": None}, "input", "invalid_value"),
+        ({"input": None}, "input", "missing_required_parameter"),
         ({"input": []}, "input", "invalid_value"),
         ({"input": ["hi"]}, "input[0]", "invalid_value"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "invalid_value"),

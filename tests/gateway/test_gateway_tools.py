@@ -257,7 +257,7 @@ def test_bad_fields_are_named(http, gateway, engine, kit, fields, param):
 
 @pytest.mark.parametrize("field", ["tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"])
 def test_text_completions_have_none_of_it(http, gateway, engine, field):
-    answer = http.post(f"{gateway}/v1/completions", json={"prompt": "p", field: None})
+    answer = http.post(f"{gateway}/v1/completions", json={"prompt": "p", field: "none"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 

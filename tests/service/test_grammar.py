@@ -211,6 +211,18 @@ async def test_grammars_are_of_one_vocabulary_and_make_room(compiler):
         grammars.load(first.key, first.data, other.vocabulary)
 
 
+async def test_grammars_take_the_room_of_their_serialised_form(compiler):
+    """As they do in the process: 56 MB of 67 with 200 properties, of which XGrammar says that they are 1.5."""
+    schemas = ({"properties": {f"{name}{number}": {} for number in range(30)}} for name in "ab")
+    compiled = [await compiler.compile(Constraint("json_schema", json.dumps(schema))) for schema in schemas]
+    size = sum(len(each.data) for each in compiled)
+    for missing, held in ((0, [True, True]), (1, [False, True])):
+        grammars = Grammars(max_bytes=size - missing)
+        for each in compiled:
+            grammars.load(each.key, each.data, compiler.vocabulary)
+        assert [each.key in grammars for each in compiled] == held
+
+
 async def test_masks_have_a_bit_for_each_token_and_bar_stops_while_there_is_more(compiler):
     compiled = await compiler.compile(Constraint("regex", "ab*"))
     grammars = Grammars()

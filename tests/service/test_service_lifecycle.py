@@ -497,6 +497,13 @@ async def test_a_port_in_use_is_a_clear_error(make_core, serving):
                 pass
 
 
+async def test_a_path_that_is_too_long_is_a_clear_error(make_core, serving, tmp_path):
+    address = f"unix:{tmp_path}/{'x' * 100}"
+    with pytest.raises(OSError, match=f"cannot listen on {address}: AF_UNIX path too long"):
+        async with serving(make_core(), admin_address=address):
+            pass
+
+
 async def test_two_processes_worth_of_servers_share_a_port(make_core, serving):
     async with serving(make_core(), reuse_port=True) as first:
         shared = first.addresses.address
