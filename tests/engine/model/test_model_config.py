@@ -120,6 +120,7 @@ def test_window(rope, window):
         ({"max_position_embeddings": None}, "max_position_embeddings is missing"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        ({"rope_scaling": {"factor": 4.0}}, "rope type None"),
         ({"rope_scaling": {"type": "linear"}}, "lacks factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "lacks low_freq_factor"),
         ({"rope_theta": -1}, "rope_theta"),
