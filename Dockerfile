@@ -39,7 +39,7 @@ EXPOSE 8000 50051
 
 # For the gateway's side; deploy/ has the engine's. (podman and buildah leave it out, unless they build with --format docker.)
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+    CMD ["python", "-c", "import urllib.request as u; u.build_opener(u.ProxyHandler({})).open('http://127.0.0.1:8000/health', timeout=4)"]
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["fulcrum"]
 CMD ["serve"]

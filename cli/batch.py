@@ -32,6 +32,7 @@ _TRY_AGAIN = frozenset({429, 503})
 _WAITS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 60.0, 120.0)
 _LONGEST_WAIT = 600.0
 _MAX_PRIORITY = 2**31 - 1
+_HERE = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,8 @@ async def _run(
                 # The server keeps the time; this is for one that is stuck.
                 timeout=httpx.Timeout(seconds + 30, connect=30, pool=None),
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=concurrency),
-                trust_env=server.both is None,  # no proxy between this process and its own
+                trust_env=server.both is None,
+                mounts=dict.fromkeys(_HERE),  # no proxy between this machine and itself
             )
             bar = tqdm(
                 total=len(requests), initial=len(answers.done), unit="row", disable=None if params["progress"] else True

@@ -24,7 +24,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 # What a model folder needs to be served; weights in other formats, images and code stay where they are, and so do the
 # same weights once more: under Mistral's own names, or in subfolders of training.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-_HUB_OTHERS = ["consolidated*", "*/*"]
+_HUB_OTHERS = ["consolidated*", "*/*.safetensors", "*/*.json"]
 
 
 @dataclass(frozen=True, slots=True)

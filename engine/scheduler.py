@@ -10,9 +10,10 @@ Rules kept here (more are in `engine.books` and `engine.results`):
 - A full page of a prompt enters the tree when the step that fills it is scheduled.
 - Out of pages, the sequence of the last rank is preempted (of the tenant that has had most, where there are several).
   Nothing is admitted in such a step.
-- A sequence is admitted when all its known tokens fit, with a watermark to spare if others run: as many in a step as
-  have MOVING tokens together, cached ones too, so that no step is long in the making. Up to `look_ahead` that
-  do not fit are passed by, each MAX_OVERTAKEN times at most; then nobody of a later rank is admitted before it.
+- A sequence is admitted when all its known tokens fit beside what running prompts still lack, with a watermark to spare
+  if others run: as many in a step as have MOVING tokens together, cached ones too, so that no step is long in the
+  making. Up to `look_ahead` that do not fit are passed by, each MAX_OVERTAKEN times at most; then nobody of a later
+  rank is admitted before it.
 - With full-length reservation a sequence gets, when it is admitted, the pages of its prompt and all its max_tokens, as
   engines without paging do, and never lacks one afterwards.
 - Tokens of a prompt whose logprobs are still to be reported are computed, never matched.
@@ -215,6 +216,7 @@ class Scheduler(Results):
     def _fits(self, plan: Plan, sequence: Sequence) -> bool:
         """Whether the sequence can be admitted; if so, it has its cached prefix."""
         kept = self._watermark if self.num_running else 0
+        kept += sum(max(0, self.cache.missing(one, one.num_tokens)) for one in self._prefilling)
         if self.cache.available <= kept:
             return False
         self.cache.lock(sequence)

@@ -63,9 +63,13 @@ class TokenCounts:
 
 
 class Echo(NamedTuple):
-    """A prompt that is a part of the answer: its text; where logprobs are told, the bytes of its first token."""
+    """A prompt that is a part of the answer: its text, and that in bytes; where logprobs are told, its first token's.
+
+    One for all choices of the prompt: with 128 of each a body of 16 MiB would take 2 GB.
+    """
 
     text: str
+    raw: bytes
     first: bytes
 
 
@@ -115,8 +119,13 @@ def reasoned(text: str) -> dict[str, str]:
 
 
 class ChoicesFormat(ABC):
-    """An answer of several choices, whole or as a stream of chunks. Subclasses say what a choice looks like."""
+    """An answer of several choices, whole or as a stream of chunks. Subclasses say what a choice looks like.
 
+    Attributes:
+        size: characters that it has before anything is generated.
+    """
+
+    size = 0
     id_prefix: str
     streamed_object: str
     whole_object: str
@@ -280,10 +289,11 @@ class CompletionFormat(ChoicesFormat):
     def __init__(self, head: Head, choices: int, body: CompletionRequest, echo: list[Echo] | None = None) -> None:
         super().__init__(head, choices, body)
         self._echo, self._prompt_top = echo, body.prompt_logprobs
+        self.size = sum(len(one.text) for one in echo or ())
         self._logprobs: list[TextLogprobs] = []
         if body.logprobs is not None:
-            texts = [""] * choices if echo is None else [one.text for one in echo]
-            self._logprobs = [TextLogprobs(body.logprobs, text) for text in texts]
+            echoes = echo or [Echo("", b"", b"")] * choices
+            self._logprobs = [TextLogprobs(body.logprobs, one.raw, len(one.text)) for one in echoes]
 
     def opening(self) -> Iterator[bytes]:
         """The echoes, if any."""

@@ -21,7 +21,9 @@ from gateway.errors import internal_error, no_engine
 logger = logging.getLogger(__name__)
 
 MESSAGE_BYTES = 16 << 20  # the service's limit
+DIRECT = ("grpc.enable_http_proxy", 0)  # engines are no part of the web that http_proxy is for
 OPTIONS = [
+    DIRECT,
     # Each channel its own connection: the engine may be several processes behind one port.
     ("grpc.use_local_subchannel_pool", 1),
     *keepalive(10, within=10),

@@ -13,6 +13,7 @@ from fulcrum.client import metadata_of, open_channel, tls_options
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc
 from gateway.config import GatewayConfig
+from gateway.engines import DIRECT
 from gateway.errors import ApiError, from_rpc
 from gateway.sse import event
 from gateway.transport import EventStream, Write
@@ -69,7 +70,9 @@ class Page:
         try:
             async with (
                 asyncio.timeout(STREAM_SECONDS),
-                open_channel(address, config.engine_credentials(), tls_options(config.engine_tls_name)) as channel,
+                open_channel(
+                    address, config.engine_credentials(), (DIRECT, *tls_options(config.engine_tls_name))
+                ) as channel,
             ):
                 admin = inference_pb2_grpc.AdminServiceStub(channel)
                 async for reply in admin.WatchStats(pb.WatchStatsRequest(), metadata=metadata):

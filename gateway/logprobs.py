@@ -120,14 +120,15 @@ class TextLogprobs:
 
     Args:
         top: how many of the likeliest tokens are told.
-        echo: the prompt, if it is a part of the text.
+        echo: the prompt, if it is a part of the text: its bytes.
+        characters: of the echo.
     """
 
-    def __init__(self, top: int, echo: str = "") -> None:
+    def __init__(self, top: int, echo: bytes = b"", characters: int = 0) -> None:
         self._top = top
-        self._echo = echo.encode()
+        self._echo = echo
         self._at = 0  # in it
-        self._in_echo, self._in_answer = Offsets(), Offsets(len(echo))
+        self._in_echo, self._in_answer = Offsets(), Offsets(characters)
 
     def first(self, raw: bytes) -> dict[str, Any]:
         """Of the prompt's first token, which has no logprob."""

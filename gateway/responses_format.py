@@ -29,6 +29,8 @@ CALL = Kind("function_call", "fc", "response.function_call_arguments", "")
 class ResponsesFormat:
     """A response. It grows item by item, streamed or not: reasoning, messages and calls, as the model writes them."""
 
+    size = 0  # as of ChoicesFormat
+
     def __init__(self, head: Head, choices: int, body: ResponsesRequest) -> None:
         """Takes the request for what the answer repeats of it."""
         repeated = {"reasoning", "text", "tool_choice", "tools"}

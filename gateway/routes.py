@@ -167,7 +167,7 @@ class Routes:
         return WholeAnswer(await self._engine(request, self._whole(request, answer, shape), names))
 
     async def _whole(self, request: Request, answer: Answer, shape: Format) -> list[bytearray]:
-        size = 0
+        size = shape.size
         try:
             while (told := await answer.next()) is not None:
                 index, event = told
@@ -191,6 +191,7 @@ class Routes:
         try:
             for chunk in shape.opening():
                 await write(chunk)
+                await asyncio.sleep(0)  # a socket with room makes nobody wait, nor does one whose client has gone
             while (told := await answer.next()) is not None:
                 index, event = told
                 if isinstance(event, pb.Delta):
@@ -203,7 +204,7 @@ class Routes:
                 else:
                     for chunk in shape.prompt(range(index, index + answer.n), event.tokens):
                         await write(chunk)
-                        await asyncio.sleep(0)  # a socket with room makes nobody wait
+                        await asyncio.sleep(0)
             return shape.closing(answer.counts)
         except grpc.aio.AioRpcError as error:
             return self._failed(shape, from_rpc(error, names, request.state.request_id))
@@ -279,7 +280,7 @@ class Routes:
                 text = await text_of(prompt)
                 if body.logprobs is not None:
                     first = (await text_of(prompt[:1])).encode()
-            echoes += [Echo(text, first)] * (body.n or 1)
+            echoes += [Echo(text, text.encode(), first)] * (body.n or 1)
         return echoes
 
     async def _cards(self, request: Request) -> list[dict[str, Any]]:

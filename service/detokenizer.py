@@ -10,6 +10,7 @@ has no end, and so loses what is pending there.)
 import codecs
 import re
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from service.parsers.until import partial
 from service.tokenizer import Tokenizer
@@ -76,6 +77,7 @@ class StopChecker:
         self._may_begin = re.compile(f"[{re.escape(''.join(stop[0] for stop in stops))}]").search if stops else None
         self._include = include_stop
         self._held = ""
+        self._begun = [0] * len(stops)  # so much of each stands at the end of what is held
 
     def step(self, piece: str) -> tuple[str, str | None]:
         """Returns the text that may be sent, and the stop string that ends it, if one does (the last call then)."""
@@ -86,7 +88,10 @@ class StopChecker:
         if found:
             end, start, stop = min(found)
             return text[: end if self._include else start], stop
-        cut = len(text) - max(partial(text, stop) for stop in self._stops)
+        # None grows by more than the piece: over the whole text each is compared twice a character at most.
+        most = [begun + len(piece) for begun in self._begun]
+        self._begun = list(map(partial, repeat(text), self._stops, most))
+        cut = len(text) - max(self._begun)
         self._held = text[cut:]
         return text[:cut], None
 

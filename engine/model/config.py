@@ -275,7 +275,7 @@ def _rope_of(config: Mapping[str, Any], key: str, max_len: int) -> RopeConfig:
     theta = _number({"rope_theta": given.get("rope_theta", config.get("rope_theta"))}, "rope_theta", 10000.0)
     if given.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
-    kind = given.get("rope_type", given.get("type", "default"))
+    kind = given.get("rope_type", given.get("type", "default" if "factor" not in given else None))
 
     def number(name: str, default: float | None = None) -> float:
         return _number(given, name, default, of=f"{key} of type {kind!r}")

@@ -53,6 +53,8 @@ class GGUFCheckpoint:
         self.metadata = file.metadata
         self._data = file.data
         self._infos = file.tensors
+        if self.metadata.get("split.count", 0) not in (0, 1):
+            raise ModelError(f"{path}: one of several files; join them first: llama-gguf-split --merge FIRST WHOLE")
         self._check_kinds()
         self._dimensions = hf_config(self.metadata, self._infos, path)
         self.config = ModelConfig.from_hf(self._dimensions, generation_config(self.metadata))

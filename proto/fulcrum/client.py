@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from fulcrum.keys import is_loopback
 from fulcrum.v1.inference_pb2 import (
     Accepted,
     Chat,
@@ -192,10 +193,16 @@ def tls_options(name: str | None) -> tuple[tuple[str, str], ...]:
     return () if name is None else (("grpc.ssl_target_name_override", name),)
 
 
+def direct(address: str) -> tuple[tuple[str, int], ...]:
+    """Channel options: this machine is reached without the proxy that gRPC finds in http_proxy."""
+    return (("grpc.enable_http_proxy", 0),) if is_loopback(address.rpartition(":")[0].strip("[]")) else ()
+
+
 def open_channel(
     address: str, credentials: grpc.ChannelCredentials | None, options: Sequence[tuple[str, Any]]
 ) -> grpc.aio.Channel:
     """A channel with TLS, or a plain one: without credentials, and to a Unix socket."""
+    options = (*direct(address), *options)
     if credentials is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)

@@ -24,6 +24,7 @@ from fulcrum.client import (
     FulcrumError,
     Metadata,
     Tries,
+    direct,
     event_of,
     metadata_of,
     tls_options,
@@ -44,7 +45,7 @@ _ADMIN_SECONDS = 30.0
 
 def _channel(address: str, credentials: grpc.ChannelCredentials | None, tls_name: str | None) -> grpc.Channel:
     """With TLS where there are credentials, but on Unix sockets."""
-    options = (*CHANNEL_OPTIONS, *tls_options(tls_name))
+    options = (*direct(address), *CHANNEL_OPTIONS, *tls_options(tls_name))
     if credentials is None or address.startswith("unix:"):
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, credentials, options=options)

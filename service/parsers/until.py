@@ -19,7 +19,7 @@ class Until:
             return "", "", ""
         text = self._held + piece
         at = text.find(self._marker)
-        end = at if at >= 0 else len(text) - partial(text, self._marker)
+        end = at if at >= 0 else len(text) - partial(text, self._marker, len(text))
         before = text[:end].rstrip()
         blanks = text[len(before) : end]
         if before:
@@ -42,9 +42,9 @@ class Until:
         return blanks
 
 
-def partial(text: str, marker: str) -> int:
-    """The length of the longest end of `text` that is the beginning of `marker` and not all of it."""
-    for size in range(min(len(text), len(marker) - 1), 0, -1):
+def partial(text: str, marker: str, most: int) -> int:
+    """The length, `most` at most, of the longest end of `text` that is the beginning of `marker` and not all of it."""
+    for size in range(min(most, len(marker) - 1), 0, -1):
         if text.endswith(marker[:size]):
             return size
     return 0

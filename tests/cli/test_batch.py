@@ -191,7 +191,9 @@ def batch(source: Path, target: Path, *arguments: str) -> Result:
     return CliRunner().invoke(main, ["batch", str(source), str(target), *arguments])
 
 
-def test_a_running_server_is_asked(tmp_path: Path) -> None:
+def test_a_running_server_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "all_proxy"):  # not to reach this machine
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
     source = write(tmp_path / "in", line("a", prompt="A\u2028é"), "", line("b", prompt="B"))
     with replying(ok) as server:
         result = batch(

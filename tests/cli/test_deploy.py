@@ -4,13 +4,18 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import click
+import grpc
 import pytest
 import yaml
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cli import settings
 from cli.child import STOP_SECONDS
@@ -135,6 +140,45 @@ def test_compose(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     else:
         assert params["engine"] == f"engine:{main.commands['engine'].make_context('engine', []).params['grpc_port']}"
         assert service["depends_on"] == {"engine": {"condition": "service_healthy"}}
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """A gateway that serves."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_containers_ask_their_own_health_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker hands the proxies of its configuration to all containers."""
+    for name in ("http_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    engine = grpc.server(ThreadPoolExecutor(1))
+    servicer = health.HealthServicer()
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, engine)
+    grpc_port = engine.add_insecure_port("127.0.0.1:0")
+    engine.start()
+    with HTTPServer(("127.0.0.1", 0), Healthy) as gateway:
+        thread = threading.Thread(target=gateway.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            of_engine = OURS["engine"]["healthcheck"]["test"][-1].replace("50051", str(grpc_port))
+            of_gateway = re.search(r'HEALTHCHECK .*"-c", "(.*)"\]', DOCKERFILE)[1].replace(
+                "8000", str(gateway.server_port)
+            )
+            for program in (of_engine, of_gateway):
+                subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+        finally:
+            gateway.shutdown()
+            thread.join()
+            engine.stop(0).wait()
 
 
 def test_the_image() -> None:

@@ -358,6 +358,8 @@ def test_the_quickstart(here: Callable[[str], str], run: Callable[[str], list[Ra
     curl, grpcurl = [run(block.text)[0] for block in pieces if block.language == "sh"]
     assert curl.out.endswith("data: [DONE]\n\n")
     assert ended(grpcurl, "FINISH_REASON_LENGTH", "FINISH_REASON_STOP")
-    over_http, over_grpc = execute([each for each in pieces if each.language == "python"][:2], here)
+    over_http, over_grpc, offline = execute([each for each in pieces if each.language == "python"], here)
     assert over_http
     assert over_grpc
+    assert all(0 < len(ast.literal_eval(line)) <= 16 for line in offline.splitlines())
+    assert offline.count("\n") == 2

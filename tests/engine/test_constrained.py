@@ -1,4 +1,4 @@
-"""Bug 36. Sequences with a grammar: when they are scheduled, what limits them, how they end. The grammar is a fake."""
+"""Sequences with a grammar: when they are scheduled, what limits them, how they end. The grammar is a fake."""
 
 import pytest
 import torch

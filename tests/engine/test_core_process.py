@@ -1,4 +1,4 @@
-"""The core as a process of its own, with a tiny random model: how it starts, serves and ends (bug 37)."""
+"""The core as a process of its own, with a tiny random model: how it starts, serves and ends."""
 
 import asyncio
 import json

@@ -359,6 +359,7 @@ def test_sliding_window(tmp_path: Path) -> None:
         ({"llama.block_count": None}, r"llama\.block_count is missing"),
         ({"llama.attention.head_count_kv": [2, 4]}, r"head_count_kv differs from layer to layer"),
         ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"split.no": 0, "split.count": 3}, "one of several files"),
         ({"llama.rope.dimension_count": 32}, r"rope\.dimension_count is 32"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "'longrope' is not supported"),
         ({"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}, r"unexpected tensor blk\.0\.attn_sinks\.weight"),

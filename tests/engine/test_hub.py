@@ -213,6 +213,7 @@ class HubHandler(BaseHTTPRequestHandler):
             "config.json": b'{"model_type": "llama"}',
             "tokenizer.json": b"{}",
             "chat_template.jinja": b"hi",
+            "additional_chat_templates/tool_use.jinja": b"hi",
             "model.safetensors": bytes(1000),
             "consolidated.safetensors": b"never fetched",
             "checkpoint-9/model.safetensors": b"never fetched",
@@ -333,7 +334,7 @@ def test_hub_id(hub_endpoint: str, hub_home: Path) -> None:
         hub_home,
     )
     good, revised, *bad = results
-    needed = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
+    needed = ["additional_chat_templates", "chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"]
     assert good[0]
     assert COMMIT in good[1]
     assert good[2] == needed

@@ -35,7 +35,7 @@ def test_more_than_there_is_cannot_be_taken():
 
 
 def test_a_page_cannot_be_released_twice():
-    """Bug 7: a double free is an error at once, not a page that two sequences get."""
+    """A double free is an error at once, not a page that two sequences get."""
     pool = PagePool(2)
     pages = pool.take(1)
     pool.release(pages)

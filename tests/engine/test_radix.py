@@ -61,7 +61,7 @@ def test_a_limit_cuts_the_match():
 
 
 def test_a_partial_match_is_split_before_it_is_locked():
-    """Bugs 11: the matched part is locked, the rest may be evicted, and the node matched last is not."""
+    """The matched part is locked, the rest may be evicted, and the node matched last is not."""
     shelf = Shelf()
     pages = shelf.put([1, 2, 3, 4, 5, 6, 7, 8])
     node, _ = shelf.tree.acquire("", [1, 2, 3, 4, 0, 0], 3)
@@ -154,7 +154,6 @@ def test_a_parent_goes_after_its_children():
 
 
 def test_eviction_takes_whole_pages_and_no_more_than_asked():
-    """Bug 12."""
     shelf = Shelf()
     shelf.put(list(range(20)))
     shelf.tree.evict(4)
@@ -163,7 +162,7 @@ def test_eviction_takes_whole_pages_and_no_more_than_asked():
 
 
 def test_withdrawn_pages_are_found_no_more_but_stay_with_their_holders():
-    """Bug 15: the pages of a failed step leave the tree, and those that continue them."""
+    """The pages of a failed step leave the tree, and those that continue them."""
     shelf = Shelf()
     tokens = [1, 2, 3, 4, 5, 6]
     pages = shelf.put(tokens)

@@ -75,7 +75,7 @@ def feed(scheduler: Scheduler, *tokens: int) -> list:
     ],
 )
 def test_what_can_never_run_is_refused(harness, ids, settings, reason, field):
-    """Bug 1: what the window admits but the whole pool does not hold is refused at once, not queued for ever."""
+    """What the window admits but the whole pool does not hold is refused at once, not queued for ever."""
     engine = harness(num_pages=20)
     with pytest.raises(RequestRejected) as caught:
         engine.add("bad", ids, **settings)
@@ -135,7 +135,7 @@ def scheduler(harness):
     ],
 )
 def test_ends_are_judged_in_order(settings, tokens, finish, scheduler):
-    """Bug 29, the scheduler's part: every end-of-sequence id ends; then stop ids, then the length."""
+    """Every end-of-sequence id ends; then stop ids, then the length."""
     engine = scheduler()
     engine.add(Request("a", (1, 2, 3), SamplingParams(**settings)))
     for token in tokens[:-1]:
@@ -222,7 +222,7 @@ def test_64_equal_prompts_at_once_compute_the_prefix_once(harness):
 
 
 def test_progress_when_nothing_runs(harness):
-    """Bug 2: what is left of the pool to the one that waits is the whole pool, watermark and cached pages included."""
+    """What is left of the pool to the one that waits is the whole pool, watermark and cached pages included."""
     engine = harness(num_pages=8, max_num_batched_tokens=8)
     for number in range(5):
         engine.add(str(number), prompt(20, number), max_tokens=12, ignore_eos=True)
@@ -232,7 +232,6 @@ def test_progress_when_nothing_runs(harness):
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_sequence_as_large_as_the_pool_ends_well(harness, n):
-    """Bug 3."""
     engine = harness(num_pages=8)
     engine.add("a", prompt(3), max_tokens=29, ignore_eos=True, n=n)
     engine.run().check_outputs()
@@ -240,7 +239,7 @@ def test_a_sequence_as_large_as_the_pool_ends_well(harness, n):
 
 
 def test_the_window_need_not_be_whole_pages(harness):
-    """Bug 13: the fake runner's page tables are as wide as the window."""
+    """The fake runner's page tables are as wide as the window."""
     engine = harness(max_model_len=13, depth=1)
     engine.add("a", prompt(4), max_tokens=9, ignore_eos=True, n=2)
     engine.run().check_outputs()
@@ -254,7 +253,7 @@ def test_the_window_need_not_be_whole_pages(harness):
     [(16, 16, 12), (16, 17, 16), (16, 20, 16), (18, 18, 16), (15, 20, 12), (3, 20, 0), (20, 4, 0), (20, 5, 4)],
 )
 def test_the_hit_is_full_pages_of_all_tokens_but_the_last(harness, cached, length, hit):
-    """Bug 4: a prompt that is cached to its last token still has a token computed, and its page is not shared."""
+    """A prompt that is cached to its last token still has a token computed, and its page is not shared."""
     engine = harness()
     engine.add("first", prompt(20)[:cached], max_tokens=1)
     engine.run()
@@ -377,7 +376,6 @@ def test_siblings_go_on_when_their_leader_ends_early(harness):
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("turns", range(6))
 def test_aborting_n_leaves_no_sibling(harness, turns, depth):
-    """Bug 27."""
     engine = harness(max_num_batched_tokens=8, max_num_seqs=2, depth=depth)
     engine.add("a", prompt(20), n=3, max_tokens=30, ignore_eos=True)
     for _ in range(turns):
@@ -393,7 +391,7 @@ def test_aborting_n_leaves_no_sibling(harness, turns, depth):
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("turns", range(7))
 def test_an_abort_in_any_state_returns_everything_once(harness, turns, depth):
-    """Bugs 6, 7, 8, 38: queued, in mid-prompt, in decode, in flight; a second abort does nothing."""
+    """Queued, in mid-prompt, in decode, in flight; a second abort does nothing."""
     engine = harness(max_num_batched_tokens=8, max_num_seqs=2, depth=depth)
     for name in ("a", "b", "c"):
         engine.add(name, prompt(20, ord(name)), max_tokens=20, ignore_eos=True)
@@ -421,7 +419,7 @@ def test_an_abort_frees_pages_within_the_step(harness):
 
 
 def test_rows_and_pages_go_back_after_the_last_step_that_uses_them(harness):
-    """Bugs 7, 8: an abort in flight frees nothing before the step is collected."""
+    """An abort in flight frees nothing before the step is collected."""
     engine = harness(depth=1, prefix_cache=False)
     engine.add("a", prompt(20), max_tokens=20, ignore_eos=True)
     engine.turn()
@@ -452,7 +450,7 @@ def test_a_stop_string_ends_one_sequence_without_a_word(harness):
 
 
 def test_the_victim_is_of_the_lowest_priority_and_the_youngest(harness):
-    """Bugs 5, 9: pages run out, the last of all goes back to the queue and later resumes out of the cache."""
+    """Pages run out, the last of all goes back to the queue and later resumes out of the cache."""
     engine = harness(num_pages=13, max_num_batched_tokens=64)
     for name, priority in [("a", 0), ("low", -1), ("b", 0), ("c", 0)]:
         engine.add(name, prompt(8, ord(name[0])), priority=priority, max_tokens=16, ignore_eos=True)
@@ -496,7 +494,7 @@ def test_the_token_in_flight_of_a_preempted_sequence_is_kept(harness, depth):
 
 
 def test_a_huge_prompt_is_overtaken_for_a_while_and_then_waited_for(harness):
-    """Bug 2's other side: no block by a prompt that does not fit yet, and no starvation of it."""
+    """No block by a prompt that does not fit yet, and no starvation of it."""
     engine = harness(num_pages=20, max_num_seqs=4, check=False)
     engine.add("runs", prompt(20, 1), max_tokens=50, ignore_eos=True)
     engine.turn()
@@ -558,7 +556,7 @@ def test_what_will_end_by_length_is_not_scheduled_again(harness):
 
 
 def test_the_surplus_token_of_a_finished_sequence_is_dropped(scheduler):
-    """Bugs 24, 25: one wasted row, no placeholder anywhere, and the token counts nowhere."""
+    """One wasted row, no placeholder anywhere, and the token counts nowhere."""
     engine = scheduler()
     engine.add(Request("a", (1, 2, 3), SamplingParams()))
     one = engine.schedule()
@@ -592,7 +590,7 @@ def test_only_as_many_wait_for_their_last_token_as_all_their_guesses_have_room_f
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_logprobs_of_a_prompt_need_its_computation(harness, depth):
-    """Bug 26: a cached prompt is computed again, in chunks, once for all siblings; without them it is a hit."""
+    """A cached prompt is computed again, in chunks, once for all siblings; without them it is a hit."""
     engine = harness(max_num_batched_tokens=12, depth=depth)
     engine.add("cold", prompt(30), max_tokens=2, prompt_logprobs=1)
     engine.run()
@@ -631,7 +629,7 @@ def test_a_preempted_prompt_goes_on_behind_the_logprobs_that_were_reported(harne
 
 
 def test_a_failed_step_ends_its_own_sequences_only(harness):
-    """Bug 15: what it wrote is found no more, what was computed before still is."""
+    """What it wrote is found no more, what was computed before still is."""
     engine = harness(max_num_batched_tokens=12)
     engine.add("kept", prompt(8, 1), max_tokens=1)
     engine.run()
@@ -647,7 +645,7 @@ def test_a_failed_step_ends_its_own_sequences_only(harness):
 
 
 def test_a_reader_in_flight_of_a_failed_step_s_pages_is_restarted(harness):
-    """Bug 15 under overlap: the second step was launched before the first was known to have failed."""
+    """Under overlap: the second step was launched before the first was known to have failed."""
     engine = harness(depth=1)
     engine.add("bad", prompt(20), max_tokens=5)
     engine.turn(broken=True)
@@ -661,7 +659,7 @@ def test_a_reader_in_flight_of_a_failed_step_s_pages_is_restarted(harness):
 
 
 def test_what_was_copied_or_computed_from_spoilt_pages_is_spoilt(harness):
-    """Bug 15: the leader's partial page was begun by the failed step, and copied by the one after it."""
+    """The leader's partial page was begun by the failed step, and copied by the one after it."""
     engine = harness(depth=1)
     engine.add("forks", prompt(11), n=2, max_tokens=6)
     engine.scheduler._budget = 8
@@ -676,7 +674,7 @@ def test_what_was_copied_or_computed_from_spoilt_pages_is_spoilt(harness):
 
 
 def test_pages_that_follow_from_spoilt_ones_are_spoilt(harness):
-    """Bug 15: computed from a sequence's own spoilt page, cached below another's good one, and read by a third."""
+    """Computed from a sequence's own spoilt page, cached below another's good one, and read by a third."""
     engine = harness(depth=1)
     engine.add("good", prompt(4), max_tokens=5, ignore_eos=True)
     text = prompt(4) + engine.lone(prompt(4), 5)[:4] + prompt(8, 3)
@@ -711,7 +709,7 @@ def test_a_launch_that_fails_while_another_step_is_in_flight(harness):
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_logits_that_are_not_finite_end_one_sequence_and_leave_no_trace(harness, depth):
-    """Bug 15: the spoilt page was read out of the cache, so the reader cannot have been the only one to withdraw it."""
+    """The spoilt page was read out of the cache, so the reader cannot have been the only one to withdraw it."""
     engine = harness(depth=depth, max_num_batched_tokens=12)
     engine.add("bystander", prompt(4, 7), max_tokens=20, ignore_eos=True)
     engine.add("source", prompt(20), max_tokens=5)

@@ -160,7 +160,7 @@ def crowd(harness, seed, **fixed):
 
 @pytest.mark.parametrize("static", [False, True], ids=["continuous", "static"])
 def test_texts_are_those_of_lone_runs_at_every_depth(harness, static):
-    """Bugs 5, 6, 10, 21, 24: any batching, chunking, preemption, eviction and overlap gives the same texts."""
+    """Any batching, chunking, preemption, eviction and overlap gives the same texts."""
     preemptions = accepted = 0
     for seed in range(5 if static else 12):
         engines = [crowd(harness, seed, depth=depth, static=static) for depth in (0, 1, 2)]
@@ -176,6 +176,6 @@ def test_texts_are_those_of_lone_runs_at_every_depth(harness, static):
 
 @pytest.mark.full
 def test_every_budget(harness):
-    """Bug 10: budgets of 1 to 4,096 tokens."""
+    """Budgets of 1 to 4,096 tokens."""
     for budget in [*range(1, 70), 127, 128, 129, 1000, 4096]:
         crowd(harness, budget, max_num_batched_tokens=budget, depth=budget % 3)

@@ -66,6 +66,16 @@ def test_nobody_waits_for_a_long_prompt_whose_turn_comes_first(harness, settings
     engine.check_outputs()
 
 
+def test_prompts_that_do_not_fit_together_are_computed_one_by_one(harness):
+    """In turns they would fill the pool before one of them is whole, and be computed again."""
+    engine = harness(max_num_batched_tokens=8, num_pages=40)  # of 4 tokens
+    for number, tenant in enumerate("abcabc"):
+        engine.add(f"{tenant}{number}", [number] * 100, tenant=tenant, max_tokens=2, ignore_eos=True)
+    engine.run()
+    engine.check_outputs()
+    assert engine.scheduler.stats.preemptions == 0
+
+
 def test_idleness_earns_no_credit(harness):
     """c comes when a and b have had 8 each: it begins there, and is served in turn instead of thrice at once."""
     engine = harness(max_num_seqs=1)

@@ -4,16 +4,24 @@ import asyncio
 import json
 import random
 import socket
+import tracemalloc
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 from fulcrum.v1 import inference_pb2 as pb
+from gateway.answer import Answer
 from gateway.choices_format import CompletionFormat, Echo, Head, TokenCounts
+from gateway.config import GatewayConfig
+from gateway.engines import EnginePool, Generation
+from gateway.metrics import Metrics
 from gateway.responses_format import ResponsesFormat
 from gateway.responses_schema import ResponsesRequest
+from gateway.routes import Routes
 from gateway.schemas import CompletionRequest
 from gateway.structure import Structure
+from telemetry.expiry import Certificates
 
 TEXT = {"type": "text", "text": "x"}
 CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
@@ -165,6 +173,49 @@ def test_an_answer_of_more_than_64_mib_is_cancelled_unless_it_is_streamed(http, 
         assert sum(map(len, stream.iter_bytes())) > 72 << 20
 
 
+def test_an_echo_counts_in_each_choice_of_a_whole_answer(http, gateway, engine, kit):
+    engine.script = kit.hangs(kit.accepted(), kit.delta("y"))
+    body = {"prompt": "x" * (1 << 19), "n": 128, "echo": True}
+    answer = http.post(f"{gateway}{COMPLETIONS}", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "answer_too_large")
+    assert engine.calls[-1].cancelled.wait(20)
+
+
+def test_the_choices_of_a_prompt_share_its_echo():
+    text, body = "x" * (1 << 20), CompletionRequest(prompt="p", logprobs=0, echo=True)
+    tracemalloc.start()
+    try:
+        CompletionFormat(Head("id", 1, "m", "f"), 128, body, [Echo(text, text.encode(), b"x")] * 128)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 3 << 20
+
+
+async def test_a_stream_of_many_echoes_lets_others_go_on():
+    """To write into a socket with room, or behind a client that has gone, is nothing to wait for."""
+    body = CompletionRequest(prompt="p", echo=True)
+    shape = CompletionFormat(Head("id", 1, "m", "f"), 1000, body, [Echo("x", b"x", b"")] * 1000)
+    written = []
+
+    async def write(chunk):
+        written.append(chunk)
+
+    async def read():
+        await asyncio.Event().wait()
+
+    config, request = GatewayConfig(), Request({"type": "http", "state": {"arrival": 0.0}})
+    routes = Routes(config, EnginePool(config), Metrics(Certificates(config.certificates())))
+    answer = Answer([Generation(pb.Accepted(), read, lambda: True)], 1000)
+    writing = asyncio.create_task(routes._write(request, answer, shape, {}, write))
+    for turn in range(1, 10):
+        await asyncio.sleep(0)
+        assert len(written) == turn
+    writing.cancel()
+    await asyncio.wait([writing])
+    assert len(written) == 9
+
+
 def test_a_whole_response_is_as_large_as_what_it_says():
     """Not as the events of a stream would be, which take 200 characters more for each token."""
     form = ResponsesFormat(Head("id", 1, "m", "f"), 1, ResponsesRequest(input="p"))
@@ -182,7 +233,8 @@ def test_a_whole_answer_is_the_same_however_its_tokens_came(cut):
     prompt = [token(b"b"), token("\u00e9\u2028".encode())]
     said = [token(b" c"), token("\u2192".encode()[:1]), token("\u2192".encode()[1:]), token(b"<end>", hidden=True)]
     body = CompletionRequest(prompt="p", logprobs=1, prompt_logprobs=1)
-    form = CompletionFormat(Head("id", 1, "m", "f"), 2, body, [Echo("ab\u00e9\u2028", b"a")] * 2)
+    echo = Echo("ab\u00e9\u2028", "ab\u00e9\u2028".encode(), b"a")
+    form = CompletionFormat(Head("id", 1, "m", "f"), 2, body, [echo] * 2)
     for at in range(0, len(prompt), cut):
         form.keep_prompt(range(2), prompt[at : at + cut])
     for index in (1, 0):

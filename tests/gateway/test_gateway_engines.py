@@ -157,6 +157,13 @@ def test_a_gateway_may_start_before_its_engine(http, own_engines, start_gateway,
     assert "Traceback" not in log.read_text()
 
 
+def test_engines_are_reached_without_a_proxy(own_engines, start_gateway, monkeypatch):
+    """Also those that are not of this machine by their address; gRPC has `ipv4:` for this one."""
+    monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:1")
+    with start_gateway(engines=[f"ipv4:{own_engines().address}"]):
+        pass  # it is healthy
+
+
 def test_several_engines(http, own_engines, start_gateway, kit):
     engines = [own_engines(), own_engines()]
     with start_gateway(engines=[engine.address for engine in engines]) as url:

@@ -323,7 +323,7 @@ def test_what_the_tokenizer_adds_takes_no_place_in_an_echo():
     """BOS, SentencePiece's first space, a character over two tokens, and special tokens that stand in the prompt."""
     echo = "Hi \u00e9<s>."
     pieces = [b"<s>", b" Hi", b" \xc3", b"\xa9", b"<s>", b"."]
-    told = TextLogprobs(0, echo)
+    told = TextLogprobs(0, echo.encode(), len(echo))
     offsets = told.first(pieces[0])["text_offset"] + told.prompt([token(one) for one in pieces[1:]])["text_offset"]
     assert offsets == [0, 0, 2, 3, 4, 7]
     assert told.answer([token(b"x")])["text_offset"] == [8]

@@ -67,7 +67,7 @@ MIXED = [(0, 1), (14, 1), (15, 1), (16, 1), (30, 1), (31, 1), (200, 1), (0, 15),
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 16])
 def test_mixed_batch(head_dim, group):
-    """Bug 16: decodes and chunks of any length together, with NaN wherever no row has written."""
+    """Decodes and chunks of any length together, with NaN wherever no row has written."""
     check(MIXED, head_dim=head_dim, group=group, kv_heads=1)
 
 

@@ -83,6 +83,12 @@ async def test_generate_yields_typed_events_in_order() -> None:
     assert events == [getattr(response, response.WhichOneof("event")) for response in ANSWER]
 
 
+async def test_this_machine_is_reached_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:1")
+    async with serving(answers) as client:
+        assert (await client.complete(pb.GenerateRequest(text="x", n=2), deadline=20)).request_id == "r1"
+
+
 async def test_complete_joins_each_index() -> None:
     async with serving(answers) as client:
         done = await client.complete(pb.GenerateRequest(text="x", n=2))

@@ -96,6 +96,12 @@ class Flaky:
         yield from ANSWER
 
 
+def test_this_machine_is_reached_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:1")
+    with serving(answers) as address, SyncFulcrumClient(address) as client:
+        assert client.complete(pb.GenerateRequest(text="x", n=2), deadline=20).request_id == "r1"
+
+
 def test_generate_and_complete() -> None:
     with serving(answers) as address, SyncFulcrumClient(address) as client:
         with client.generate(REQUEST) as events:

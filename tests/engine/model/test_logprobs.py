@@ -53,7 +53,7 @@ def check(found: list[TokenLogprob], model, tokens: list[int], first: int) -> No
     ids=str,
 )
 def test_equal_transformers_cold_and_warm(settings, llama, prompts):
-    """Bugs 26 and 28: of the raw distribution; a warm cache gives what a cold one did."""
+    """Of the raw distribution; a warm cache gives what a cold one did."""
     folder, model = llama
     llm = LLM(folder, **EACH | settings)
     params = SamplingParams(**BENT, max_tokens=12, n=2, top_logprobs=TOP, prompt_logprobs=TOP)

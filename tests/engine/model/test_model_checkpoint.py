@@ -1,4 +1,4 @@
-"""Weight files that are not right: one clear error that names the file and the tensor (bugs 30 and 33)."""
+"""Weight files that are not right: one clear error that names the file and the tensor."""
 
 import json
 import shutil
@@ -93,7 +93,7 @@ def test_wrong_type(folder):
 
 @pytest.mark.parametrize("name", ["model.layers.9.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.bias", "x"])
 def test_unexpected_tensor(name, folder):
-    """Bug 30: a tensor without a place in the model is not skipped."""
+    """A tensor without a place in the model is not skipped."""
     shard = change(folder, {name: torch.zeros(64)})
     with pytest.raises(ModelError, match=f"{shard}: unexpected tensor {name}"):
         load(folder)
@@ -107,7 +107,7 @@ def test_missing_tensor(folder):
 
 
 def test_index_and_file_disagree(folder):
-    """Bug 30: an index with unknown keys fails loudly, and so does a shard with more than the index says."""
+    """An index with unknown keys fails loudly, and so does a shard with more than the index says."""
     index = folder / "model.safetensors.index.json"
     weight_map = index_of(folder)
     index.write_text(json.dumps({"weight_map": weight_map | {"ghost.weight": weight_map[Q]}}))
@@ -167,7 +167,7 @@ def test_harmless_keys_are_skipped(folder):
 
 @pytest.mark.parametrize("scale", [1, -1], ids=["equal", "another"])
 def test_tied_head_may_be_stored(scale, tmp_path, tools, caplog):
-    """Bug 30: an lm_head.weight that is not the embedding is what the model was trained with, whatever is tied."""
+    """An lm_head.weight that is not the embedding is what the model was trained with, whatever is tied."""
     folder, _ = tools.make_model(tmp_path / "tied", "llama", tie_word_embeddings=True)
     file = folder / "model.safetensors"
     weights = load_file(file)
@@ -179,7 +179,7 @@ def test_tied_head_may_be_stored(scale, tmp_path, tools, caplog):
 
 
 def test_untied_head_must_be_stored(folder):
-    """Bug 30: without tied embeddings a missing lm_head.weight is an error."""
+    """Without tied embeddings a missing lm_head.weight is an error."""
     shard = folder / index_of(folder)["lm_head.weight"]
     held = load_file(shard)
     del held["lm_head.weight"]
@@ -191,7 +191,7 @@ def test_untied_head_must_be_stored(folder):
 
 
 def test_tensors_stream(folder):
-    """Bug 33: when a tensor is read, the ones before it are no longer held by anybody (the two at hand aside)."""
+    """When a tensor is read, the ones before it are no longer held by anybody (the two at hand aside)."""
 
     class Watched(Listed):
         def tensors(self):

@@ -27,7 +27,7 @@ def parse(generation=None, **changes):
 
 
 def test_eos_is_the_union():
-    """Bug 29: config.json names one end of sequence, generation_config.json several; all of them count."""
+    """config.json names one end of sequence, generation_config.json several; all of them count."""
     assert parse({"eos_token_id": [95, 93]}, eos_token_id=93).eos_token_ids == (93, 95)
     assert parse({"eos_token_id": 7}).eos_token_ids == (2, 7)
     assert parse({}, eos_token_id=None).eos_token_ids == ()
@@ -66,7 +66,7 @@ def test_null_is_not_silence(family):
 
 
 def test_families_differ_in_bias_and_norm():
-    """Bug 32: Qwen2 has biases on q, k and v only; Qwen3 normalises q and k; Llama's attention_bias covers o too."""
+    """Qwen2 has biases on q, k and v only; Qwen3 normalises q and k; Llama's attention_bias covers o too."""
     qwen2 = parse(architectures=["Qwen2ForCausalLM"], num_key_value_heads=2)
     assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.mlp_bias, qwen2.qk_norm) == (True, False, False, False)
     qwen3 = parse(architectures=["Qwen3ForCausalLM"], num_key_value_heads=2)
@@ -96,7 +96,7 @@ def test_layer_windows():
     ],
 )
 def test_window(rope, window):
-    """Bug 31: rope scaling stretches the context, in llama3 already within max_position_embeddings."""
+    """Rope scaling stretches the context, in llama3 already within max_position_embeddings."""
     assert parse(rope_scaling=rope).window == window
     new = {"rope_theta": 5e5, **rope} if rope else None
     assert parse(rope_parameters=new).window == window
@@ -120,6 +120,7 @@ def test_window(rope, window):
         ({"max_position_embeddings": None}, "max_position_embeddings is missing"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        ({"rope_scaling": {"factor": 4.0}}, "rope type None"),
         ({"rope_scaling": {"type": "linear"}}, "lacks factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "lacks low_freq_factor"),
         ({"rope_theta": -1}, "rope_theta"),

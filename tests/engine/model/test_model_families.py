@@ -48,7 +48,7 @@ VARIATIONS = {
 
 @pytest.mark.parametrize("variation", VARIATIONS)
 def test_equals_transformers(variation, model_at, prompts, tools):
-    """Bugs 30, 31, 32: tied and sharded weights, rope scalings, biases, q/k norm, head_dim, in mixed chunked steps."""
+    """Tied and sharded weights, rope scalings, biases, q/k norm, head_dim, in mixed chunked steps."""
     family, config = VARIATIONS[variation]
     folder, model = model_at(family, **config)
     outputs = tools.Driver(tools.make_runner(folder)).generate(prompts, 64, chunk=40, stagger=2)
@@ -59,7 +59,7 @@ def test_equals_transformers(variation, model_at, prompts, tools):
 
 @pytest.mark.parametrize("variation", ["llama linear", "llama llama3", "llama yarn mscale", "qwen2"])
 def test_old_spelling_of_rope(variation, model_at):
-    """Bug 31: `rope_theta` beside `rope_scaling` means what transformers 5 writes as `rope_parameters`."""
+    """`rope_theta` beside `rope_scaling` means what transformers 5 writes as `rope_parameters`."""
     family, settings = VARIATIONS[variation]
     folder, _ = model_at(family, **settings)
     new = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Rotary embeddings against transformers' own, far beyond 4k positions (bugs 20 and 31)."""
+"""Rotary embeddings against transformers' own, far beyond 4k positions."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_rotation_equals_transformers(kind, head_dim):
 
 
 def test_bfloat16_is_rotated_in_float32():
-    """Bug 20: with bfloat16 angles position 32,767 would be off by whole turns; here only the result is rounded."""
+    """With bfloat16 angles position 32,767 would be off by whole turns; here only the result is rounded."""
     inv_freq = 1.0 / 1e4 ** (torch.arange(0, 64, 2).double() / 64)
     positions = torch.tensor([4097, 32767])
     x = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -61,7 +61,7 @@ def test_bfloat16_is_rotated_in_float32():
 
 
 def test_long_context_equals_transformers(tmp_path, tools):
-    """Bug 20: greedy tokens at positions beyond 4k."""
+    """Greedy tokens at positions beyond 4k."""
     folder, model = tools.make_model(
         tmp_path / "long", "llama", max_position_embeddings=8192, num_hidden_layers=1, hidden_size=32
     )

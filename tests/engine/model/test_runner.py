@@ -39,7 +39,7 @@ def test_page_size(page_size, llama, prompts, tools):
 
 
 def test_every_batch_size(llama, tools):
-    """Bug 19: every number of rows from 1 to max_num_seqs gives each row its lone answer."""
+    """Every number of rows from 1 to max_num_seqs gives each row its lone answer."""
     folder, _ = llama
     runner = tools.make_runner(folder, max_num_seqs=9)
     draw = random.Random(5)
@@ -50,7 +50,7 @@ def test_every_batch_size(llama, tools):
 
 
 def test_stale_pages_do_not_matter(llama, prompts, tools):
-    """Bugs 16 and 18: NaN beyond the rows' tokens, in the dummy page and in pages that nobody owns changes nothing."""
+    """NaN beyond the rows' tokens, in the dummy page and in pages that nobody owns changes nothing."""
     folder, _ = llama
     expected = tools.Driver(tools.make_runner(folder)).generate(prompts, 20, chunk=40, stagger=2)
     runner = tools.make_runner(folder)
@@ -60,7 +60,7 @@ def test_stale_pages_do_not_matter(llama, prompts, tools):
 
 
 def test_pool_is_zero_and_warm_up_leaves_it_so(llama, tools):
-    """Bugs 16 and 18: the pool starts at zero, and warm-up writes into the page that no sequence owns."""
+    """The pool starts at zero, and warm-up writes into the page that no sequence owns."""
     runner = tools.make_runner(llama[0])
     runner.warm_up()
     assert runner._kv_cache.shape[1] == runner.num_pages + 1
@@ -217,7 +217,7 @@ def test_dummy_weights(llama, tmp_path, tools):
 
 
 def test_padded_vocabulary(model_at, tools):
-    """Bug 32: a vocabulary wider than any tokenizer is trusted as it is; every id can be sampled and read back."""
+    """A vocabulary wider than any tokenizer is trusted as it is; every id can be sampled and read back."""
     folder, model = model_at("llama", vocab_size=331, tie_word_embeddings=True)
     output = tools.Driver(tools.make_runner(folder)).generate([[330, 329]], 20)[0]
     assert output == tools.oracle(model, [330, 329], output)
