@@ -114,7 +114,7 @@ class ModelRunner:
         # Its own event, so that collecting this step does not wait for steps launched after it.
         on_host, *logprobs = (part.to("cpu", non_blocking=True) for part in (sampled, *logprobs))
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
+        done.record(torch.cuda.current_stream(self.device))
         return Launched(step, on_host, logprobs, done)
 
     def collect(self, launched: Launched) -> StepResult:

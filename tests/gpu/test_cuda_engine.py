@@ -105,7 +105,7 @@ def test_no_setting_changes_the_text(settings: dict[str, Any], llama: Any, tools
 
 @pytest.mark.parametrize("size", range(1, 11))
 def test_every_batch_size(size: int, llm: LLM, llama: Any, tools: SimpleNamespace) -> None:
-    """Bug 19: from one row to one more than there are, so that recorded steps of 1, 2, 4, 8 and 9 rows run with and
+    """From one row to one more than there are, so that recorded steps of 1, 2, 4, 8 and 9 rows run with and
     without rows of padding; in whole prompts and in chunks."""
     core = tools.core_on(llm)
     for prompts in (MANY[:size], [tokens(3, at) for at in range(size)]):
@@ -239,7 +239,7 @@ def test_stale_nan_does_not_matter(family: str, model_of: Callable[..., Any], to
 
 
 def test_a_page_that_goes_bad_ends_its_own_sequence(llm: LLM, llama: Any, tools: SimpleNamespace) -> None:
-    """Bug 15: NaN under a running sequence ends it with an error while the next step is in flight already; its
+    """NaN under a running sequence ends it with an error while the next step is in flight already; its
     neighbour's text is right, and nothing of what it computed is ever read again."""
     core = tools.core_on(llm)
     prompts = [tokens(40, 1), tokens(40, 2)]
@@ -262,7 +262,7 @@ def test_a_page_that_goes_bad_ends_its_own_sequence(llm: LLM, llama: Any, tools:
 
 
 def test_warm_up_leaves_the_pool_at_zero(llama: Any, tools: SimpleNamespace) -> None:
-    """Bug 18: neither recording nor warming up leaves anything that could be read later, and a page is padding's."""
+    """Neither recording nor warming up leaves anything that could be read later, and a page is padding's."""
     runner = tools.engine(llama.folder).core._runner
     torch.cuda.synchronize()
     assert runner._kv_cache.shape[1] == runner.num_pages + 1

@@ -178,7 +178,7 @@ def long_logits(oracle: Any, prompt: list[int], output: list[int]) -> torch.Tens
 
 @pytest.mark.parametrize("rope", ROPES)
 def test_long_prompt(rope: str, model_of: Callable[..., Any], tools: SimpleNamespace) -> None:
-    """Bug 20: after 32,768 tokens, computed over 16 steps and more beside another sequence's decodes, the logits of the
+    """After 32,768 tokens, computed over 16 steps and more beside another sequence's decodes, the logits of the
     first and of further tokens agree with transformers'. Angles in bfloat16 would be off by whole turns."""
     model = model_of("llama", num_hidden_layers=2, max_position_embeddings=40_960, rope_parameters=ROPES[rope])
     prompts = [tokens(LENGTH, 1), tokens(100, 2)]
@@ -281,7 +281,7 @@ def test_sampling_equals_the_torch_sampler(wide: Any, together: Texts, tools: Si
 
 
 def test_sampling_alone_equals_sampling_together(llm: LLM, together: Texts, tools: SimpleNamespace) -> None:
-    """Bug 21: a request's tokens are the same with no other beside it, recorded steps of one row or few."""
+    """A request's tokens are the same with no other beside it, recorded steps of one row or few."""
     alone: Texts = {}
     for request in SAMPLED[:40]:
         alone |= tools.drive(tools.core_on(llm), [request]).tokens
@@ -333,7 +333,7 @@ def test_siblings(llm: LLM, tools: SimpleNamespace) -> None:
 
 def test_rules_of_sampling(llm: LLM, tools: SimpleNamespace) -> None:
     """What needs no reference, with 70 plain rows beside: a great bias always wins; a bar until min_tokens holds for as
-    long, and not longer; penalties count the token whose step is still in flight (bug 24): of twenty favoured tokens
+    long, and not longer; penalties count the token whose step is still in flight: of twenty favoured tokens
     none comes twice, and two favourites alternate; top_k = 1 and a vanishing top_p are greedy."""
     prompt = tuple(tokens(20, 9, WIDE_VOCAB))
     plain = SamplingParams(temperature=0.0, seed=1, max_tokens=30, ignore_eos=True)
