@@ -92,7 +92,7 @@ def prefill_attention(
         tiles: (max_tiles, 4) int32, made by `prefill_tiles` for the config's block_m.
         num_tiles: (1,) int32, how many of them are tiles.
         out: (T, heads, head_dim), the last dimension contiguous; only rows of the tiles' queries are written.
-        programs: for each head; they share the tiles (those of `hopper_attention` are its own matter).
+        programs: for each head; they share the tiles (`hopper_attention` has its own number).
         window: how many tokens back a query sees, itself included.
         scale: of the scores (None: head_dim ** -0.5).
         config: of the kernel of this file, which then serves in any case (None: `prefill_config`).
