@@ -2,9 +2,10 @@
 
 What `prefill_attention` computes, the way of FlashAttention-3 (Shah et al., 2024). One warp does nothing but have keys
 and values copied, page by page, into a ring of blocks in shared memory. Two groups of four warps each attend 64 queries
-of a tile to them: the values of one block are multiplied while the softmax of the next one's scores is taken, and while
-one group is at its softmax, the other's products fill the tensor cores. Each multiprocessor runs one program, which has
-the first blocks of its next tile copied while it ends one.
+of a tile to them: while one group is at its softmax, the other's products fill the tensor cores. The product with the
+values of one block is begun before the softmax of the next one's scores, too; but ptxas, which Triton 3.6.0 and 3.7.1
+bring along, puts the exponentials behind the wait for it. Each multiprocessor runs one program, which has the first
+blocks of its next tile copied while it ends one.
 
 Gluon has no interpreter: without a GPU the tests compile this, and run it in plain Python with threads for warps. Its
 twin is `prefill_attention`'s own kernel, which takes what this one does not (`serves`).
@@ -313,7 +314,7 @@ def _turn(
     scale,
     MASKED: gl.constexpr,
 ):
-    """The softmax of a block, whose keys begin at start, beside the product of the block before with its p."""
+    """The softmax of a block, whose keys begin at start, and the product of the block before with its p."""
     values, values_full, values_read = v
     before = (turn - 1) % _STAGES
     scores = _scores(own_q, k, turn)
