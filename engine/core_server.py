@@ -35,6 +35,8 @@ _READ_BYTES = 1 << 20
 _MAX_UNSENT_BYTES = 64 << 20
 _SELECT_SECONDS = 0.001
 _VIEW_SECONDS = 1.0
+# Whom it cannot accept, for want of open files above all, the selector would name without end.
+_ACCEPT_AGAIN_SECONDS = 1.0
 
 
 class _Connection:
@@ -86,6 +88,8 @@ class CoreServer:
         self._listener.listen(128)
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._accept_due: float | None = None  # when the listener is listened to again, while it is not
+        self._accepts = True  # as far as the last one told
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_out.setblocking(False)
         self._selector.register(self._wake_out, selectors.EVENT_READ, self._woken)
@@ -139,6 +143,13 @@ class CoreServer:
 
     def _poll(self, seconds: float | None) -> None:
         """Takes in what has come, or comes within the time (None: for ever), and sends what that brings."""
+        if self._accept_due is not None:
+            left = self._accept_due - time.monotonic()
+            if left > 0:
+                seconds = left if seconds is None else min(seconds, left)
+            else:
+                self._accept_due = None
+                self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         for key, events in self._selector.select(seconds):
             if isinstance(key.data, _Connection):
                 if events & selectors.EVENT_WRITE:
@@ -153,8 +164,13 @@ class CoreServer:
         try:
             sock, _ = self._listener.accept()
         except OSError as error:  # it has gone again, or there are too many open files
-            logger.warning("a client could not be accepted: %s", error)
+            if self._accepts:
+                logger.warning("a client could not be accepted, and is tried again each second: %s", error)
+            self._accepts = False
+            self._accept_due = time.monotonic() + _ACCEPT_AGAIN_SECONDS
+            self._selector.unregister(self._listener)
             return
+        self._accepts = True
         sock.setblocking(False)
         connection = _Connection(sock)
         self._connections[sock] = connection

@@ -4,7 +4,10 @@ The runner's next token is the sum of the row's tokens modulo 97, so what must c
 """
 
 import asyncio
+import errno
 import gc
+import itertools
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -408,6 +411,30 @@ async def test_a_client_that_talks_nonsense_is_dropped_and_nobody_else(served: S
         await reader.read()  # until the core hangs up
         writer.close()
         assert (await read(await client.submit(request("a", max_tokens=3))))[0] == continuation((1, 2, 3), 3)
+
+
+async def test_without_a_free_file_it_tries_now_and_then_to_accept_and_goes_on_meanwhile(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[float] = []
+
+    def no_file(listener: socket.socket) -> tuple[socket.socket, Any]:
+        tried.append(time.monotonic())
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("engine.core_server._ACCEPT_AGAIN_SECONDS", 0.1)
+    async with connected(served) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(socket.socket, "accept", no_file)
+            later = asyncio.create_task(CoreClient.connect(served.path))
+            await until(lambda: len(tried) == 2)
+            assert (await read(await client.submit(request("a", max_tokens=300))))[0] == continuation((1, 2, 3), 300)
+            await until(lambda: len(tried) >= 4)
+        await (await later).close()
+    assert all(again - before >= 0.1 for before, again in itertools.pairwise(tried))
+    assert [record.getMessage() for record in caplog.records if "accepted" in record.msg] == [
+        "a client could not be accepted, and is tried again each second: [Errno 24] Too many open files"
+    ]
 
 
 def test_it_may_be_told_to_stop_when_it_has_stopped(served: Served) -> None:
