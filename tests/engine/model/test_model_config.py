@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 import transformers
 
 from engine.model.config import GenerationDefaults, ModelConfig
@@ -33,6 +34,26 @@ def test_eos_is_the_union():
     assert parse({}, eos_token_id=None).eos_token_ids == ()
     assert parse({}, eos_token_id=[4, 5, 4]).eos_token_ids == (4, 5)
     assert parse({"eos_token_id": [100]}, eos_token_id=[99, 2**40]).eos_token_ids == (99,)  # of 100 tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(("said", "length"), [({}, 4), ({"eos_token_id": 2}, 1)], ids=["silent", "named"])
+def test_a_class_s_own_end_is_none_where_the_files_are_silent(model_at, family, said, length):
+    """AutoConfig then says 2, but `generate` of a model that was loaded does not stop there."""
+    folder, _ = model_at(family)
+    named = json.loads((folder / "config.json").read_text())
+    del named["eos_token_id"]
+    (folder / "config.json").write_text(json.dumps(named | said))
+    (folder / "generation_config.json").unlink()
+
+    def always_two(_, scores):
+        return torch.full_like(scores, -1e9).index_fill(1, torch.tensor([2]), 0.0)
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.eos_token_id == 2
+    theirs = model.generate(torch.tensor([[5]]), max_new_tokens=4, logits_processor=[always_two])
+    assert theirs.tolist() == [[5] + [2] * length]
+    assert ModelConfig.from_folder(folder).eos_token_ids == tuple(said.values())
 
 
 def test_generation_defaults():
