@@ -19,6 +19,7 @@ import jsonschema
 import numpy as np
 
 from engine.grammar import Vocabulary, tokenizer_info
+from loadtest.environment import environment
 from service.flat_schema import SchemaError
 from service.grammar_worker import Constraint, compiled
 from service.json_schema import core_schema
@@ -199,7 +200,9 @@ def summary(folder: Path) -> dict[str, Any]:
             "wrong": [text for one in served for text in one.wrong],
             "refused": dict(reasons.most_common()),
         }
-    return {"xgrammar": importlib.metadata.version("xgrammar"), **result}
+    about = environment() | {"command": "python -m tests.service.schema_corpus"}
+    about["versions"] |= {name: importlib.metadata.version(name) for name in ("xgrammar", "jsonschema")}
+    return {**result, **about}
 
 
 if __name__ == "__main__":
