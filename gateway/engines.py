@@ -13,6 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fulcrum.client import keepalive, open_channel, tls_options
+from fulcrum.keys import DEFAULT_TENANT, TENANT
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc
 from gateway.config import GatewayConfig
@@ -37,7 +38,9 @@ OPTIONS = [
 ]
 # An error that says CANCELLED tells of the other side, which goes down; a cancel of ours is no error.
 GONE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
+FORBIDDEN = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
 REWATCH_SECONDS = 0.2
+KEY_SECONDS = 10.0  # an engine has to say whether it takes our key
 # A new process waits this long for its engines to say that they serve, so that its first request finds them.
 START_SECONDS = 1.0
 
@@ -79,12 +82,25 @@ class Generation:
 
 
 class Link:
-    """One connection to one engine, and whether the engine says over it that it is SERVING."""
+    """One connection to one engine, and whether the engine says over it that it is SERVING, and takes our key."""
 
     def __init__(
-        self, address: str, channel: grpc.aio.Channel, metadata: list[tuple[str, str]], turned: Callable[[], None]
+        self,
+        address: str,
+        channel: grpc.aio.Channel,
+        metadata: list[tuple[str, str]],
+        turned: Callable[[], None],
+        forbidden: Callable[[str], None],
     ) -> None:
-        """The channel connects in the background. `turned` is called when `serving` has changed."""
+        """The channel connects in the background.
+
+        Args:
+            address: of the engine, for the log.
+            channel: to it.
+            metadata: of a call on a caller's behalf.
+            turned: called when `serving` has changed.
+            forbidden: called with the reason when the engine refuses such a call, until it takes one.
+        """
         self.address = address
         self.serving = False
         self.seen_serving = asyncio.Event()
@@ -93,18 +109,27 @@ class Link:
         self._health = health_pb2_grpc.HealthStub(self.channel)
         self._metadata = metadata
         self._turned = turned
+        self._forbidden = forbidden
 
     async def watch(self) -> None:
         """Follows the engine's health until cancelled. A lost connection counts as not serving."""
         while True:
+            watch = self._health.Watch(  # type: ignore[attr-defined]
+                health_pb2.HealthCheckRequest(), metadata=self._metadata, wait_for_ready=True
+            )
             try:
-                watch = self._health.Watch(  # type: ignore[attr-defined]
-                    health_pb2.HealthCheckRequest(), metadata=self._metadata, wait_for_ready=True
-                )
                 async for reply in watch:
-                    self._turn(reply.status == health_pb2.HealthCheckResponse.SERVING)
+                    serving = reply.status == health_pb2.HealthCheckResponse.SERVING
+                    if serving:  # health needs no key: this does
+                        await self.inference.GetModel(
+                            pb.GetModelRequest(), metadata=self._metadata, timeout=KEY_SECONDS
+                        )
+                    self._turn(serving)
             except grpc.aio.AioRpcError as error:
                 logger.debug("health of engine %s: %s %s", self.address, error.code().name, error.details())
+                if error.code() in FORBIDDEN:
+                    self._forbidden(error.details() or error.code().name)
+            watch.cancel()
             self._turn(serving=False)
             await asyncio.sleep(REWATCH_SECONDS)
 
@@ -125,10 +150,12 @@ class Engine:
         credentials = config.engine_credentials()
         options = [*OPTIONS, *tls_options(config.engine_tls_name)]
         self.links = [
-            Link(address, open_channel(address, credentials, options), metadata, self._turned) for _ in range(count)
+            Link(address, open_channel(address, credentials, options), metadata, self._turned, self._forbidden)
+            for _ in range(count)
         ]
         self.address = address
         self._was_serving = False
+        self._told = ""  # why it refuses our key, if it does
 
     @property
     def serving(self) -> list[Link]:
@@ -141,6 +168,12 @@ class Engine:
             self._was_serving = serving
             level, word = (logging.INFO, "serving") if serving else (logging.WARNING, "not serving")
             logger.log(level, "engine %s is %s", self.address, word)
+            self._told = ""
+
+    def _forbidden(self, why: str) -> None:
+        if why != self._told:
+            self._told = why
+            logger.error("engine %s does not take the key of this gateway: %s", self.address, why)
 
 
 class EnginePool:
@@ -156,7 +189,8 @@ class EnginePool:
 
     async def __aenter__(self) -> "EnginePool":
         """Opens the channels, starts to watch, and gives the engines a moment to answer."""
-        self._engines = [Engine(address, self._config, self._metadata) for address in self._config.engines]
+        speaking = self._metadata if self._config.key_ring().open else [*self._metadata, (TENANT, DEFAULT_TENANT)]
+        self._engines = [Engine(address, self._config, speaking) for address in self._config.engines]
         self._watches = [asyncio.create_task(link.watch()) for link in self._links]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_SECONDS):

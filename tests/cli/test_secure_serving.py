@@ -140,33 +140,36 @@ def test_serve_with_keys_and_tls(fulcrum, await_end, options: list[str], certifi
 
 
 def test_apart_with_mutual_tls(fulcrum, await_end, options: list[str], certificates: Path, tmp_path: Path) -> None:
-    """The gateway shows the engine a certificate and a key."""
+    """The gateway shows the engine a certificate and a key; of another key health and the log tell."""
     pem = {name: certificates / f"{name}.pem" for name in ("ca", "server", "client", "other")}
     engine = fulcrum(
         *("engine", *options, "--grpc-port=0", f"--tls-cert={pem['other']}", f"--tls-key={certificates / 'other.key'}"),
         f"--tls-client-ca={pem['ca']}",
         FULCRUM_GATEWAY_KEY="sk-own",
+        FULCRUM_API_KEY="sk-plain",
     )
     address = engine.expect(r"gRPC +(\S+)")
     engine.expect(r"(grpcurl)")
     trust = [f"--engine={address}", f"--engine-ca={pem['ca']}", "--engine-tls-name=server.example"]
     trust += [f"--engine-cert={pem['client']}", f"--engine-cert-key={certificates / 'client.key'}"]
 
-    def status(key: str) -> int:
+    def statuses(key: str, awaited: str) -> tuple[int, int]:
         gateway = fulcrum("gateway", "--port=0", *trust, FULCRUM_ENGINE_KEY=key, FULCRUM_API_KEY="sk-user")
         url = gateway.expect(r"OpenAI API +(\S+)/v1")
-        headers = {"authorization": "Bearer sk-user"}
-        body, until = {"prompt": "x", "max_tokens": 1}, time.monotonic() + 30
-        while (answer := httpx.post(f"{url}/v1/completions", json=body, headers=headers)).status_code == 503:
-            assert time.monotonic() < until, "the engine is not SERVING to this gateway"
+        until = time.monotonic() + 30
+        while awaited not in gateway.log.read_text():
+            assert time.monotonic() < until, f"the log does not say: {awaited}"
+        body, headers = {"prompt": "x", "max_tokens": 1}, {"authorization": "Bearer sk-user"}
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers)
+        health = httpx.get(f"{url}/health")
         assert gateway.stop() == 0
-        logs.append(gateway.log.read_text())
-        return answer.status_code
+        assert gateway.log.read_text().count(awaited) == 1
+        return health.status_code, answer.status_code
 
-    logs: list[str] = []
-    assert status("sk-own") == 200
-    assert status("sk-wrong") == 500  # not the user's 401
-    assert "the engine answered UNAUTHENTICATED" in logs[-1]
+    refused = f"engine {address} does not take the key of this gateway: "
+    assert statuses("sk-own", f"engine {address} is serving") == (200, 200)
+    assert statuses("sk-wrong", f"{refused}the API key is not known here") == (503, 503)  # not the user's 401
+    assert statuses("sk-plain", f"{refused}only the key of a gateway may speak for a tenant") == (503, 503)
     family = engine.descendants()
     assert engine.stop() == 0
     await_end(family)
