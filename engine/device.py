@@ -6,13 +6,13 @@ import torch
 
 from engine.config import EngineConfig
 from engine.container import usable_cores
-from engine.malloc import keep_freed_memory
 from engine.model.checkpoint import open_checkpoint
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.errors import ModelError
 from engine.model.weights import fill_dummy, load_weights
 from kernels.linear import cpu_computes_bfloat16
+from telemetry.garbage import keep_freed_memory
 
 CUDA_BUDGET = 0.9  # of the device's memory, where memory_budget is not set
 

@@ -58,22 +58,19 @@ def cache_folder() -> Path:
     return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "fulcrum"
 
 
-def resolve_model(
-    model: str | None, *, revision: str | None = None, cache: Path | None = None, progress: bool = True
-) -> Path:
+def resolve_model(model: str | None, *, revision: str | None = None, progress: bool = True) -> Path:
     """Returns the local folder or GGUF file of a model, fetching it first where it has to.
 
     Args:
         model: a folder in Hugging Face layout, a .gguf file, a hub id "org/name", or None: the default model.
         revision: branch, tag or commit of a hub id.
-        cache: where the default model is kept (None: `cache_folder()`). Hub ids stay in the hub's own cache.
         progress: show progress bars on stderr.
 
     Raises:
         ModelError: nothing of that name, not a model, no network, or a wrong hash.
     """
     if model is None:
-        return fetch_default(SMOLLM2, cache or cache_folder(), progress=progress)
+        return fetch_default(SMOLLM2, cache_folder(), progress=progress)
     path = Path(model).expanduser()
     if path.exists():
         return _check_local(path)

@@ -206,10 +206,10 @@ class Routes:
                         await write(chunk)
                         await asyncio.sleep(0)
             return shape.closing(answer.counts)
-        except grpc.aio.AioRpcError as error:
-            return self._failed(shape, from_rpc(error, names, request.state.request_id))
-        except ApiError as error:
-            return self._failed(shape, error)
+        except (grpc.aio.AioRpcError, ApiError) as error:
+            fault = error if isinstance(error, ApiError) else from_rpc(error, names, request.state.request_id)
+            self._metrics.stream_errors.labels(str(fault.status)).inc()
+            return shape.failed(fault)
         finally:
             self._done(request, answer)
 
@@ -219,10 +219,6 @@ class Routes:
         self._metrics.count_tokens(answer.counts)
         if answer.first_text_at is not None:
             self._metrics.first_text_seconds.observe(answer.first_text_at - request.state.arrival)
-
-    def _failed(self, shape: Format, error: ApiError) -> bytes:
-        self._metrics.stream_errors.labels(str(error.status)).inc()
-        return shape.failed(error)
 
     async def _body(
         self, request: Request, read: Callable[[dict[str, Any]], B], mapped: Callable[[B], T]

@@ -4,6 +4,9 @@ import asyncio
 import ctypes
 import gc
 
+# mallopt's names (malloc.h), and the most that glibc takes for the second.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES, _LARGEST_MMAP_THRESHOLD = 1 << 30, 32 << 20
 # Objects that are made beyond those that end until the collector looks at the youngest: with the 700 that Python begins
 # with, a token of each of some hundred streams set it off, and what waits for the next token was old within a second.
 _YOUNG, _MIDDLE, _OLD = 10_000, 20, 20
@@ -25,6 +28,19 @@ def forget_frames(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc keep up to 1 GiB of freed memory, and take blocks of up to 32 MiB from it.
+
+    Otherwise a step's temporaries go back to the system at its end and are faulted in again, zeroed, by the next: for
+    16 sampled rows of 49,152 logits that was 9,700 page faults a step, and a tenth of its time. Does nothing where the
+    C library has no mallopt (musl, macOS).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
 
 
 async def give_back_freed_memory() -> None:

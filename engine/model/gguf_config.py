@@ -8,12 +8,8 @@ from typing import Any
 from engine.model.errors import ModelError
 from engine.model.gguf_header import TensorInfo
 
-# GGUF architecture -> (architectures[0], model_type) of the Hugging Face config.
-ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-}
+# GGUF architecture -> architectures[0] of the Hugging Face config.
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], path: Path) -> dict[str, Any]:
@@ -56,10 +52,8 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], pa
             raise ModelError(
                 f"{path}: {arch}.{key} is {field(key)!r:.200}, but only the head size {head_dim} is supported"
             )
-    architecture, model_type = ARCHITECTURES[arch]
     config = {
-        "architectures": [architecture],
-        "model_type": model_type,
+        "architectures": [ARCHITECTURES[arch]],
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
         "intermediate_size": size("feed_forward_length"),
@@ -80,9 +74,7 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], pa
     if window := metadata.get(f"{arch}.attention.sliding_window"):
         config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
         if arch == "llama":
-            config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    if "tokenizer.ggml.bos_token_id" in metadata:
-        config["bos_token_id"] = metadata["tokenizer.ggml.bos_token_id"]
+            config["architectures"] = ["MistralForCausalLM"]
     return config
 
 
@@ -107,9 +99,9 @@ def generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _decimal(value: float, digits: int = 7) -> float:
+def _decimal(value: float) -> float:
     """The decimal that was meant: as float32, 1e-5 comes back as 9.999999747e-06."""
-    return float(f"{value:.{digits}g}")
+    return float(f"{value:.7g}")
 
 
 def _number(metadata: Mapping[str, Any], key: str, path: Path, default: float | None = None) -> float:
