@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
+from fulcrum import limits
 from gateway.strict import Strict
 
 Schema = dict[str, Any] | bool
@@ -17,7 +18,7 @@ VLLM = {
     "grammar": "grammar",
     "json_object": "json_object",
 }
-Choices = Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)]
+Choices = Annotated[list[str], Field(min_length=1, max_length=limits.CHOICES, fail_fast=True)]
 
 
 class JsonSchema(Strict):

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from fulcrum import limits
 from fulcrum.client import keepalive, open_channel, tls_options
 from fulcrum.keys import DEFAULT_TENANT, TENANT
 from fulcrum.v1 import inference_pb2 as pb
@@ -21,7 +22,6 @@ from gateway.errors import internal_error, no_engine
 
 logger = logging.getLogger(__name__)
 
-MESSAGE_BYTES = 16 << 20  # the service's limit
 DIRECT = ("grpc.enable_http_proxy", 0)  # engines are no part of the web that http_proxy is for
 OPTIONS = [
     DIRECT,
@@ -33,8 +33,8 @@ OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", limits.MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", limits.MESSAGE_BYTES),
 ]
 # An error that says CANCELLED tells of the other side, which goes down; a cancel of ours is no error.
 GONE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})

@@ -5,11 +5,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from fulcrum import limits
 from gateway.constraints import Given, TextFormat
 from gateway.schemas import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_TOOLS,
     MODE_OR_NAMED,
     UINT32_MAX,
     Body,
@@ -55,7 +53,7 @@ class Text(Body):
 
 Texts = Annotated[
     list[Text],
-    Field(max_length=MAX_PARTS, fail_fast=True),
+    Field(max_length=limits.PARTS, fail_fast=True),
     or_text(str | list[Text], lambda text: {"type": "input_text", "text": text}),
 ]
 
@@ -67,7 +65,7 @@ class Thought(Body):
     text: str
 
 
-Thoughts = Annotated[list[Thought], Field(max_length=MAX_PARTS, fail_fast=True)]
+Thoughts = Annotated[list[Thought], Field(max_length=limits.PARTS, fail_fast=True)]
 
 
 class Item(Body):
@@ -186,11 +184,11 @@ class ResponsesRequest(Sampling):
 
     input: Annotated[
         list[AnyItem],
-        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        Field(min_length=1, max_length=limits.MESSAGES, fail_fast=True),
         or_text(str | list[AnyItem], lambda text: {"role": "user", "content": text}),
     ]
     instructions: str | None = None
-    include: Annotated[list[Includable], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
+    include: Annotated[list[Includable], Field(max_length=limits.PARTS, fail_fast=True)] | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None
     metadata: (
         Annotated[
@@ -202,7 +200,7 @@ class ResponsesRequest(Sampling):
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
     tool_choice: Annotated[Mode | Annotated[NamedFunction, Tag("[named]")], MODE_OR_NAMED] | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=limits.TOOLS, fail_fast=True)] | None = None
     top_logprobs: Top | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

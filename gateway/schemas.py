@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
+from fulcrum import limits
 from gateway.constraints import VLLM, Choices, Given, ResponseFormat, Schema, StructuredOutputs, in_vllms_fields
 from gateway.errors import ApiError, invalid
 from gateway.strict import Strict
@@ -28,18 +29,11 @@ B = TypeVar("B", bound="Body")
 T = TypeVar("T")
 
 UINT32_MAX = 2**32 - 1
-MAX_N = 128
-MAX_STOPS = 16
-MAX_MESSAGES = 8192
-MAX_PARTS = 2048  # of one message
-MAX_TOOLS = MAX_CALLS = 128
-MAX_LISTED_IDS = 1024
-MAX_TOP_LOGPROBS = 20
 COMPLETION_MAX_TOKENS = 16
 
 UInt32 = Annotated[int, Field(ge=0, le=UINT32_MAX)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Top = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+Top = Annotated[int, Field(ge=0, le=limits.TOP_LOGPROBS)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # Fields that change nothing here: accepted with any value and ignored.
@@ -100,8 +94,8 @@ def bias_keys(value: object) -> object:
     """JSON keys are strings: turns decimal ones into token ids."""
     if not isinstance(value, Mapping):
         return value
-    if len(value) > MAX_LISTED_IDS:
-        raise ValueError(f"at most {MAX_LISTED_IDS} token ids, not {len(value)}")
+    if len(value) > limits.LISTED_IDS:
+        raise ValueError(f"at most {limits.LISTED_IDS} token ids, not {len(value)}")
     keys = [key for key in value if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= UINT32_MAX)]
     if keys:
         raise ValueError(f"keys must be token ids, not {keys[0][:40]!r}")
@@ -164,19 +158,19 @@ class Sampling(Body):
     max_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_tokens: UInt32 | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    n: Annotated[int, Field(ge=1, le=limits.N)] | None = None
     presence_penalty: Penalty | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=limits.SALT_BYTES)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     skip_special_tokens: bool | None = None
     speculative: bool | None = None
     stop: (
-        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS), or_text(str | list[str])]
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=limits.STOPS), or_text(str | list[str])]
         | None
     ) = None
-    stop_token_ids: Annotated[list[UInt32], Field(max_length=MAX_LISTED_IDS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[UInt32], Field(max_length=limits.LISTED_IDS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: Annotated[StreamOptions, only_with("stream")] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -310,7 +304,7 @@ class Message(Body):
     content: Annotated[
         Annotated[
             list[ContentPart],
-            Field(max_length=MAX_PARTS, fail_fast=True),
+            Field(max_length=limits.PARTS, fail_fast=True),
             or_text(str | list[ContentPart], lambda text: {"type": "text", "text": text}),
         ]
         | None,
@@ -318,7 +312,7 @@ class Message(Body):
         AfterValidator(said),
     ] = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=limits.CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     cache_control: Any = None
     reasoning_content: str | None = None
@@ -331,11 +325,11 @@ class Message(Body):
 class ChatPrompt(Body):
     """Fields that make a chat's prompt."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=limits.MESSAGES, fail_fast=True)]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=limits.TOOLS, fail_fast=True)] | None = None
     tool_choice: Annotated[Mode | Annotated[NamedTool, Tag("[named]")], MODE_OR_NAMED] | None = None
     parallel_tool_calls: bool | None = None
     # For templates that know it; others ignore it.

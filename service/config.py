@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fulcrum import limits
 from fulcrum.keys import KeyRing, is_loopback
 from fulcrum.tls import Identity, identity
 from service.parsers.registry import check_names
@@ -11,7 +12,6 @@ from telemetry.tracing import check_endpoint
 
 # Of an address: the admin socket is made in a folder of the user's own, named after the main one.
 AUTO = "auto"
-MAX_MESSAGE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ServiceConfig:
     reasoning_parser: str = AUTO
     tokenizer: Path | None = None
     request_timeout: float | None = None
-    max_message_bytes: int = MAX_MESSAGE_BYTES
+    max_message_bytes: int = limits.MESSAGE_BYTES
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     otlp_endpoint: str | None = None

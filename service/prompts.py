@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
+from fulcrum import limits
 from fulcrum.v1 import inference_pb2 as pb
 from service.chat_template import RESERVED, ChatTemplate, TemplateError
 from service.errors import ApiError, Violation, invalid
@@ -19,17 +20,10 @@ from service.parsers.think import Think
 from service.tokenizer import Tokenizer
 from service.tools import json_object, must_call, read_tools
 from service.turns import Turns
-from service.validate import (
-    MAX_ARGUMENTS_BYTES,
-    MAX_CALLS,
-    MAX_KWARGS_BYTES,
-    MAX_MESSAGES,
-    MAX_PARTS,
-    Violations,
-    given,
-    window_exceeded,
-)
+from service.validate import Violations, given, window_exceeded
 
+_MAX_ARGUMENTS_BYTES = 256 << 10  # of a call: 30 ms to read at the worst
+_MAX_KWARGS_BYTES = 64 << 10
 # Characters (of a chat, bytes) of a prompt that small ones do not wait for.
 _LARGE = 64 << 10
 # Few texts have more characters a token: what is longer than such a window is counted before all of it is tokenized.
@@ -172,8 +166,8 @@ def _read_chat(chat: pb.Chat) -> tuple[list[dict[str, Any]], list[dict[str, Any]
     """
     bad = Violations()
     bad.unless(len(chat.messages) > 0, "chat.messages", "there are none")
-    bad.most("chat.messages", len(chat.messages), MAX_MESSAGES)
-    bad.most("chat.template_kwargs_json", len(chat.template_kwargs_json.encode()), MAX_KWARGS_BYTES, "bytes are given")
+    bad.most("chat.messages", len(chat.messages), limits.MESSAGES)
+    bad.most("chat.template_kwargs_json", len(chat.template_kwargs_json.encode()), _MAX_KWARGS_BYTES, "bytes are given")
     bad.check()
     messages = [_message(message, f"chat.messages[{number}]", bad) for number, message in enumerate(chat.messages)]
     both = chat.continue_final_message and chat.add_generation_prompt
@@ -192,20 +186,20 @@ def _message(message: pb.ChatMessage, where: str, bad: Violations) -> dict[str, 
     """The message in OpenAI's form: a single text is a string, several are a list. Adds its bad fields to `bad`."""
     role = message.role
     bad.unless(role in _ROLES, f"{where}.role", f"must be one of {', '.join(_ROLES)}, not {role[:50]!r}")
-    bad.most(f"{where}.content", len(message.content), MAX_PARTS)
+    bad.most(f"{where}.content", len(message.content), limits.PARTS)
     texts = [part.text for part in message.content]
     for position, part in enumerate(message.content):
         if part.WhichOneof("part") != "text":
             kind = part.unsupported or "an empty part"
             bad.append(Violation(f"{where}.content[{position}]", f"only text is taken, not {kind:.50}"))
     where = f"{where}.tool_calls"
-    bad.most(where, len(message.tool_calls), MAX_CALLS)
+    bad.most(where, len(message.tool_calls), limits.CALLS)
     bad.unless(not message.tool_calls or role == "assistant", where, "only the assistant calls tools")
     calls = []
     for position, call in enumerate(message.tool_calls):
         bad.unless(bool(call.name), f"{where}[{position}].name", "is empty")
         field, arguments = f"{where}[{position}].arguments_json", None
-        if bad.most(field, len(call.arguments_json.encode()), MAX_ARGUMENTS_BYTES, "bytes are given"):
+        if bad.most(field, len(call.arguments_json.encode()), _MAX_ARGUMENTS_BYTES, "bytes are given"):
             arguments = json_object(call.arguments_json)
             bad.unless(arguments is not None, field, "is no JSON object")
         calls.append({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}})

@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 
+from fulcrum import limits
 from fulcrum.v1 import inference_pb2 as pb
 from service.validate import Violations
 
-MAX_TOOLS = 128
 MAX_TOOL_BYTES = 64 << 10
 MAX_ALL_BYTES = 1 << 20
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -20,9 +20,9 @@ def read_tools(chat: pb.Chat, bad: Violations) -> list[dict[str, Any]]:
     Adds a violation for everything that is wrong with tools and tool_choice.
     """
     count = len(chat.tools)
-    size = sum(tool.ByteSize() for tool in chat.tools[:MAX_TOOLS])
+    size = sum(tool.ByteSize() for tool in chat.tools[: limits.TOOLS])
     if not (
-        bad.most("chat.tools", count, MAX_TOOLS) and bad.most("chat.tools", size, MAX_ALL_BYTES, "bytes are given")
+        bad.most("chat.tools", count, limits.TOOLS) and bad.most("chat.tools", size, MAX_ALL_BYTES, "bytes are given")
     ):
         return []
     tools = []

@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from engine.limits import MAX_LISTED_IDS
 from engine.messages import CoreInfo
 from engine.model.config import GenerationDefaults
 from engine.request import RejectReason, Request, RequestRejected, SamplingParams
+from fulcrum import limits
 from fulcrum.v1 import inference_pb2 as pb
 from service.auth import Caller
 from service.errors import ApiError, Violation, draining, invalid
@@ -30,20 +30,9 @@ _PROTO_PATHS = {
     "n": "n",
 }
 
-MAX_N = 128
-MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1000
-MAX_TOP_LOGPROBS = 20
 MAX_REQUEST_ID_BYTES = 128
-MAX_SALT_BYTES = 256
 MAX_GRAMMAR_BYTES = 64 << 10
-MAX_CHOICES = 1024
-MAX_MESSAGES = 8192
-MAX_PARTS = 2048  # of a message
-MAX_CALLS = 128  # of a message
-MAX_ARGUMENTS_BYTES = 256 << 10  # of a call: 30 ms to read at the worst
-MAX_KWARGS_BYTES = 64 << 10
-
 
 # Range of each sampling parameter, and whether its lower end is out of it.
 _RANGES = {
@@ -120,10 +109,10 @@ def plan(request: pb.GenerateRequest, info: CoreInfo, defaults: GenerationDefaul
     bad = Violations()
     sampling, stopping, output = request.sampling, request.stopping, request.output
     # Before any of them is looked at.
-    bad.most("sampling.logit_bias", len(sampling.logit_bias), MAX_LISTED_IDS)
-    bad.most("stopping.stop", len(stopping.stop), MAX_STOP_STRINGS)
-    bad.most("stopping.stop_token_ids", len(stopping.stop_token_ids), MAX_LISTED_IDS)
-    bad.most("choices", len(request.choices.choices), MAX_CHOICES)
+    bad.most("sampling.logit_bias", len(sampling.logit_bias), limits.LISTED_IDS)
+    bad.most("stopping.stop", len(stopping.stop), limits.STOPS)
+    bad.most("stopping.stop_token_ids", len(stopping.stop_token_ids), limits.LISTED_IDS)
+    bad.most("choices", len(request.choices.choices), limits.CHOICES)
     bad.check()
     fine = len(request.request_id.encode()) <= MAX_REQUEST_ID_BYTES and request.request_id.isprintable()
     bad.unless(fine, "request_id", f"must be printable and of at most {MAX_REQUEST_ID_BYTES} bytes")
@@ -131,10 +120,9 @@ def plan(request: pb.GenerateRequest, info: CoreInfo, defaults: GenerationDefaul
     _check_stopping(stopping, info, bad, least=0 if output.HasField("prompt_logprobs") else 1)
     for field in ("top_logprobs", "prompt_logprobs"):
         if output.HasField(field):
-            bad.number(f"output.{field}", getattr(output, field), 0, min(MAX_TOP_LOGPROBS, info.vocab_size))
-    bad.unless(
-        len(request.cache.salt.encode()) <= MAX_SALT_BYTES, "cache.salt", f"must be of at most {MAX_SALT_BYTES} bytes"
-    )
+            bad.number(f"output.{field}", getattr(output, field), 0, min(limits.TOP_LOGPROBS, info.vocab_size))
+    fine = len(request.cache.salt.encode()) <= limits.SALT_BYTES
+    bad.unless(fine, "cache.salt", f"must be of at most {limits.SALT_BYTES} bytes")
     constraint = _constraint(request, bad)
     bad.check()
     if caller.max_priority is not None and request.priority > caller.max_priority:
@@ -247,7 +235,7 @@ def _sampling(
         bad.unless(token_id < info.vocab_size, field, f"the token id is out of the vocabulary of {info.vocab_size}")
         bad.number(field, bias, -100, 100)
     n = given(request, "n", 1)
-    bad.number("n", n, 1, min(MAX_N, info.max_num_seqs))
+    bad.number("n", n, 1, min(limits.N, info.max_num_seqs))
     return SamplingParams(
         **values,
         seed=given(sampling, "seed", None),
@@ -281,7 +269,7 @@ def _constraint(request: pb.GenerateRequest, bad: Violations) -> Constraint | No
         return Constraint(kind, "")
     if kind == "choices":
         choices = request.choices.choices
-        bad.unless(len(choices) > 0, kind, f"must be 1 to {MAX_CHOICES}")
+        bad.unless(len(choices) > 0, kind, f"must be 1 to {limits.CHOICES}")
         bad.unless(all(choices), kind, "none may be empty")
         text = json.dumps(list(choices), ensure_ascii=False)
     else:

@@ -5,7 +5,9 @@ import json
 import grpc
 import pytest
 
+from engine.limits import MAX_LISTED_IDS
 from engine.request import FinishReason, RejectReason, RequestRejected
+from fulcrum import limits
 from fulcrum.v1 import inference_pb2 as pb
 
 NAN, INF = float("nan"), float("inf")
@@ -469,3 +471,7 @@ async def test_requests_are_in_the_log_only_where_it_is_asked_for(make_core, ser
     assert max(map(len, caplog.messages)) < 16_384 + 100
     assert "Bearer" not in caplog.text
     assert "r1" in caplog.text
+
+
+def test_the_engine_takes_as_many_ids_as_a_request_may_list():
+    assert limits.LISTED_IDS == MAX_LISTED_IDS
