@@ -169,7 +169,7 @@ def chat(**params: Any) -> None:
 @options.option(
     "--steps", "Write the latest steps here.", type=click.Path(dir_okay=False, writable=True, path_type=Path)
 )
-@options.option("--last", "So many steps.", type=click.IntRange(1, 2**31 - 1), show_default="all that are kept")
+@options.option("--last", "So many steps.", type=click.IntRange(1, 2**31 - 1), show_default="32768")
 @options.engine_tls
 def trace(request_id: str | None, steps: Path | None, last: int | None, **connection: Any) -> None:
     """Show the timeline of a request, and write the engine's latest steps as a Chrome (Perfetto) trace file.

@@ -21,6 +21,7 @@ from engine.grammar import Vocabulary
 from engine.messages import CoreInfo, CoreStats, RequestStart, SequenceOutput
 from engine.request import FinishReason, RejectReason, Request, RequestRejected
 from engine.stream import RequestStream
+from engine.trace import StepTrace
 from fulcrum.v1 import inference_pb2_grpc
 from service.config import ServiceConfig
 from service.server import BoundAddresses, serve
@@ -136,6 +137,9 @@ class FakeCore:
     async def cache(self) -> CacheView:
         self._check()
         return CacheView(bytes([0, 1, 2, 2]), [NodeView(0, 2, 0, 7, 1)], 1)
+
+    async def steps(self, count: int) -> list[StepTrace]:
+        return [StepTrace(number, *[float(number)] * 7, 512, 8192, 512, 512, "") for number in range(60_000)][-count:]
 
     def note(self, request_id: str, kind: str) -> None:
         pass

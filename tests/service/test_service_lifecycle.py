@@ -398,6 +398,14 @@ async def test_admin_stats_and_flush(make_core, serving, details):
             assert details(refused.value).reason == "TRACES_OFF"
 
 
+async def test_a_client_of_4_mb_gets_the_latest_of_any_number_of_steps(make_core, serving):
+    async with serving(make_core(traces=True)) as server:
+        steps = (await server.admin.GetSteps(pb.GetStepsRequest())).steps
+        assert (len(steps), steps[-1].step_id) == (32_768, 59_999)
+        with pytest.raises(grpc.aio.AioRpcError, match="larger than max"):
+            await server.admin.GetSteps(pb.GetStepsRequest(last=60_000))
+
+
 async def test_admin_drain_waits_for_the_running_requests(make_core, serving, details):
     core = make_core()
     async with serving(core) as server:
