@@ -15,7 +15,8 @@ from engine.config import EngineConfig
 from fulcrum.keys import checked_key
 from fulcrum.tls import channel_credentials
 from gateway.config import GatewayConfig
-from service.config import AUTO, ServiceConfig
+from service.config import ServiceConfig
+from service.parsers.registry import AUTO
 
 Params = Mapping[str, Any]
 _Record = TypeVar("_Record")

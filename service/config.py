@@ -7,11 +7,9 @@ from pathlib import Path
 from fulcrum import limits
 from fulcrum.keys import KeyRing, is_loopback
 from fulcrum.tls import Identity, identity
-from service.parsers.registry import check_names
+from service.addresses import is_unix, split_address
+from service.parsers.registry import AUTO, check_names
 from telemetry.tracing import check_endpoint
-
-# Of an address: the admin socket is made in a folder of the user's own, named after the main one.
-AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,26 +125,3 @@ class ServiceConfig:
     def identity(self) -> Identity | None:
         """What this server shows to TLS clients. Raises: ValueError naming the setting that is wrong."""
         return identity("tls", self.tls_cert, self.tls_key, self.tls_client_ca)
-
-
-def is_unix(address: str) -> bool:
-    """Whether the address names a Unix socket."""
-    return address.startswith("unix:")
-
-
-def unix_path(address: str) -> Path:
-    """The socket's path in unix:/PATH or unix:///PATH."""
-    path = address.removeprefix("unix:")
-    return Path(path.removeprefix("//") if path.startswith("///") else path)
-
-
-def split_address(address: str, name: str = "address") -> tuple[str, int]:
-    """HOST:PORT or [IPV6]:PORT, apart. Raises ValueError naming the setting `name`."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{name} must be HOST:PORT or unix:/PATH, not {address!r}")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        raise ValueError(f"{name}: an IPv6 host is written in brackets, [HOST]:PORT, not {address!r}")
-    return host, int(port)

@@ -1,16 +1,11 @@
-"""The grpc.aio server of one service process: addresses, health, reflection, drain. Knows no prompt and no token."""
+"""The grpc.aio servers of one service process: services, health, reflection, drain. Knows no prompt and no token."""
 
 import asyncio
 import contextlib
-import fcntl
 import logging
-import os
-import socket
-import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,14 +15,14 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 from prometheus_client.registry import Collector
 
 from engine.client import CoreClient, CoreDied
-from engine.own_folder import temporary_folder
 from fulcrum.client import keepalive
-from fulcrum.tls import Identity, server_context, server_credentials
+from fulcrum.tls import Identity, server_context
 from fulcrum.v1 import inference_pb2, inference_pb2_grpc
+from service.addresses import bind, is_unix, runtime_dir, split_address, swept_runtime_dir, unix_path
 from service.admin import AdminServicer
 from service.aio_server import AioServer, ended
 from service.auth import Authenticator
-from service.config import AUTO, ServiceConfig, is_unix, split_address, unix_path
+from service.config import ServiceConfig
 from service.errors import draining, engine_dead
 from service.figures import SUFFIX, Figures
 from service.grammar import GrammarCompiler
@@ -36,6 +31,7 @@ from service.health import Health
 from service.live import LiveCalls
 from service.metrics import EngineCollector, MetricsServer
 from service.model import ServedModel
+from service.parsers.registry import AUTO
 from service.servicer import InferenceServicer
 from telemetry.expiry import Certificates
 from telemetry.garbage import give_back_freed_memory
@@ -130,8 +126,8 @@ async def serve(
         )
         health_pb2_grpc.add_HealthServicer_to_server(health, main)
         _add_reflection(main, (INFERENCE, HEALTH))
-        address = _bind(main, config.address, identity, cleanup)
-        own_address = None if config.own_address is None else _bind(main, config.own_address, identity, cleanup)
+        address = bind(main, config.address, identity, cleanup)
+        own_address = None if config.own_address is None else bind(main, config.own_address, identity, cleanup)
         certificates = Certificates(config.certificates())
         following = asyncio.create_task(_watch_core(core, live, health))  # the core may be draining already
         stopped = asyncio.create_task(stop.wait())
@@ -148,8 +144,8 @@ async def serve(
             inference_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(core, live, figures), admin)
             health_pb2_grpc.add_HealthServicer_to_server(health, admin)
             _add_reflection(admin, (ADMIN, HEALTH))
-            with _swept_runtime_dir() if config.admin_address == AUTO else contextlib.nullcontext():
-                admin_addresses.append(_bind(admin, each, identity, cleanup))
+            with swept_runtime_dir() if config.admin_address == AUTO else contextlib.nullcontext():
+                admin_addresses.append(bind(admin, each, identity, cleanup))
             serving.append(await _start(admin, cleanup))
 
         collector = EngineCollector(core, figures, model.names[0], loop)
@@ -255,33 +251,15 @@ def _add_reflection(server: grpc.aio.Server, services: tuple[str, ...]) -> None:
         server.add_registered_method_handlers(name, {"ServerReflectionInfo": handler})
 
 
-def _bind(server: grpc.aio.Server, address: str, identity: Identity | None, cleanup: AsyncExitStack) -> str:
-    """Binds, and returns the address with its real port. A Unix socket is its owner's alone. Raises OSError."""
-    if not is_unix(address):
-        try:
-            if identity is None:
-                port = server.add_insecure_port(address)
-            else:
-                port = server.add_secure_port(address, server_credentials(identity))
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: {error}") from error
-        return f"{address.rpartition(':')[0]}:{port}"
-    path = unix_path(address)
-    try:
-        taken = _answers(path)  # grpc would take the name over, and leave the other server without
-    except OSError as error:  # such as a path that is too long
-        raise OSError(f"cannot listen on {address}: {error.strerror or error}") from error
-    if taken:
-        raise OSError(f"cannot listen on {address}: another server does")
-    earlier = os.umask(0o177)
-    try:
-        server.add_insecure_port(f"unix:{path}")
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {address}: {error}") from error
-    finally:
-        os.umask(earlier)
-    cleanup.callback(path.unlink, missing_ok=True)
-    return f"unix:{path}"
+def _admin_addresses(config: ServiceConfig, address: str) -> list[str]:
+    if config.admin_address is None:
+        return []
+    if config.admin_address == AUTO:
+        if is_unix(address):
+            return [f"{address}.admin"]
+        return [f"unix:{runtime_dir() / f'admin-{split_address(address)[1]}.sock'}"]
+    own = [] if config.own_address is None or is_unix(config.admin_address) else [f"{config.own_address}.admin"]
+    return [config.admin_address, *own]
 
 
 def _serve_metrics(
@@ -294,53 +272,3 @@ def _serve_metrics(
     server = MetricsServer(config.metrics_host, config.metrics_port, tls, collectors)
     cleanup.push_async_callback(server.close)
     return server.address
-
-
-def _answers(path: Path) -> bool:
-    """Whether somebody listens on a Unix socket (a killed server leaves its file behind)."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return False
-        except BlockingIOError:  # its queue is full: it is stopped, perhaps
-            pass
-    return True
-
-
-def _admin_addresses(config: ServiceConfig, address: str) -> list[str]:
-    if config.admin_address is None:
-        return []
-    if config.admin_address == AUTO:
-        if is_unix(address):
-            return [f"{address}.admin"]
-        return [f"unix:{runtime_dir() / f'admin-{split_address(address)[1]}.sock'}"]
-    own = [] if config.own_address is None or is_unix(config.admin_address) else [f"{config.own_address}.admin"]
-    return [config.admin_address, *own]
-
-
-@contextlib.contextmanager
-def _swept_runtime_dir() -> Iterator[None]:
-    """Removes what killed servers have left there; no other server of ours binds there until the block is left."""
-    folder = runtime_dir()
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        for path in folder.glob("admin-*.sock"):
-            if path.is_socket() and not _answers(path):
-                path.unlink(missing_ok=True)
-        yield
-    finally:
-        os.close(handle)
-
-
-def runtime_dir() -> Path:
-    """A folder of this user's own (0700) for sockets. Raises PermissionError where somebody else has taken its name."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(base) / "fulcrum" if base else temporary_folder() / f"fulcrum-{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} must be a folder that only user {os.getuid()} may enter")
-    return folder

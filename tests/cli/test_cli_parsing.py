@@ -18,7 +18,7 @@ from cli.options import Budget
 from engine import container
 from engine.config import EngineConfig
 from fulcrum.keys import KeyRing
-from service.config import AUTO
+from service.parsers.registry import AUTO
 
 COMMANDS = sorted(name for name, command in main.commands.items() if not command.hidden)
 SERVING = ["serve", "engine", "gateway"]
