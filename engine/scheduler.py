@@ -2,7 +2,8 @@
 
 There are no phases. Every running sequence has `num_computed` chasing `num_tokens`; a step gives each as much of its
 gap as the token budget allows: decodes first, then chunks of running prompts, then admissions (in the order of
-`engine.waiting`); one that waits and has the turn by priority or fairness goes before a prompt that is being computed.
+`engine.waiting`). Of prompts under way the one of which least is left is computed first; one that waits goes before it
+if it is shorter still and has the turn, or is of higher priority.
 `schedule` needs lengths only, so it may be called again before earlier steps are collected.
 
 Rules kept here (more are in `engine.books` and `engine.results`):
@@ -10,10 +11,10 @@ Rules kept here (more are in `engine.books` and `engine.results`):
 - A full page of a prompt enters the tree when the step that fills it is scheduled.
 - Out of pages, the sequence of the last rank is preempted (of the tenant that has had most, where there are several).
   Nothing is admitted in such a step.
-- A sequence is admitted when all its known tokens fit beside what running prompts still lack, with a watermark to spare
-  if others run: as many in a step as have MOVING tokens together, cached ones too, so that no step is long in the
-  making. Up to `look_ahead` that do not fit are passed by, each MAX_OVERTAKEN times at most; then nobody of a later
-  rank is admitted before it.
+- A sequence is admitted when all its known tokens fit beside what running prompts of no lower priority still lack, with
+  a watermark to spare if others run: as many in a step as have MOVING tokens together, cached ones too, so that no step
+  is long in the making. Up to `look_ahead` that do not fit are passed by, each MAX_OVERTAKEN times at most; then nobody
+  of a later rank is admitted before it.
 - With full-length reservation a sequence gets, when it is admitted, the pages of its prompt and all its max_tokens, as
   engines without paging do, and never lacks one afterwards.
 - Tokens of a prompt whose logprobs are still to be reported are computed, never matched.
@@ -22,6 +23,7 @@ Rules kept here (more are in `engine.books` and `engine.results`):
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from engine.config import EngineConfig
@@ -32,13 +34,18 @@ from engine.results import Results
 from engine.sequence import Sequence, State
 from engine.step import Draft, PageUpdate, PromptLogprobs, RowInit, RowWork, Sample, Step
 from engine.trace import Tracer
-from engine.waiting import DECODE_WORK, LAST, MAX_OVERTAKEN, PREFILL_WORK, Turn
+from engine.waiting import DECODE_WORK, MAX_OVERTAKEN, PREFILL_WORK
 
 WATERMARK = 0.01  # of the pool; at least one page
 MOVING = 131_072  # tokens of the sequences that take a row in one step, if there are several
 READING = 2048  # tokens of prompts that a step reads for guesses, beside those that it computes
 
 _tuple = tuple.__new__
+
+
+def _left(sequence: Sequence) -> tuple[int, int]:
+    """What prompts under way are ordered by: in turns all would be late, and in the order of coming the short ones."""
+    return sequence.rank[0], sequence.num_tokens - sequence.num_computed
 
 
 class Scheduler(Results):
@@ -82,7 +89,9 @@ class Scheduler(Results):
         if decode_first:
             self._decode(plan, decoding)
         if self._prefilling:
-            self._admit(plan, before=min(map(self._waiting.turn, self._prefilling)))
+            first = min(self._prefilling, key=_left)
+            turn, left = self._waiting.turn(first), _left(first)
+            self._admit(plan, lambda one: self._waiting.turn(one) < turn and _left(one) < left)
         self._prefill(plan)
         self._admit(plan)
         if not decode_first:
@@ -190,14 +199,14 @@ class Scheduler(Results):
             self._waiting.charge(sequence.request.tenant, PREFILL_WORK * count)
 
     def _prefill(self, plan: Plan) -> None:
-        for sequence in sorted(self._prefilling, key=self._waiting.turn):
+        for sequence in sorted(self._prefilling, key=_left):
             if plan.budget and sequence.state is State.RUNNING:
                 self._compute(plan, sequence)
 
-    def _admit(self, plan: Plan, before: Turn = LAST) -> None:
-        """Admits those that wait and whose turn comes before that."""
+    def _admit(self, plan: Plan, goes: Callable[[Sequence], bool] = lambda _: True) -> None:
+        """Admits those that wait and may go."""
         passed: list[Sequence] = []
-        candidates = self._waiting.candidates(before)
+        candidates = self._waiting.candidates(goes)
         while self._free_rows and plan.budget and plan.moving > 0 and not plan.short:
             sequence = next(candidates, None)
             if sequence is None or sequence.row >= 0:  # a step in flight uses what it held
@@ -216,7 +225,8 @@ class Scheduler(Results):
     def _fits(self, plan: Plan, sequence: Sequence) -> bool:
         """Whether the sequence can be admitted; if so, it has its cached prefix."""
         kept = self._watermark if self.num_running else 0
-        kept += sum(max(0, self.cache.missing(one, one.num_tokens)) for one in self._prefilling)
+        beside = [one for one in self._prefilling if one.rank[0] <= sequence.rank[0]]
+        kept += sum(max(0, self.cache.missing(one, one.num_tokens)) for one in beside)
         if self.cache.available <= kept:
             return False
         self.cache.lock(sequence)

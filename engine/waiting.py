@@ -10,7 +10,6 @@ import heapq
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
-from math import inf
 from operator import attrgetter
 from typing import Final
 
@@ -27,8 +26,7 @@ DECODE_WORK: Final = 2
 # With `hits`: only so many of a tenant's first are compared, so that a step's cost does not grow with the queue.
 COMPARED: Final = 32
 
-Turn = tuple[float, int]  # (-priority, work done for the tenant)
-LAST: Final = (inf, 0)
+Turn = tuple[int, int]  # (-priority, work done for the tenant)
 
 _rank = attrgetter("rank")
 
@@ -132,19 +130,19 @@ class WaitingQueue:
             del self._queues[tenant]
         return queue[: min(at, COMPARED)]
 
-    def candidates(self, before: Turn = LAST) -> Iterator[Sequence]:
-        """The sequences in the order of service, as long as their turn comes before that.
+    def candidates(self, goes: Callable[[Sequence], bool] = lambda _: True) -> Iterator[Sequence]:
+        """The sequences in the order of service, of each tenant until one that may not go.
 
         The one handed out last may be removed, and work be charged.
         """
-        served = {one: self._served(queue) for one, queue in self._queues.items() if self.turn(queue[0]) < before}
-        heads = [self._entry(tenant, next(order)) for tenant, order in served.items()]
+        served = {one: self._served(queue) for one, queue in self._queues.items() if goes(queue[0])}
+        heads = [self._entry(tenant, one) for tenant, order in served.items() if goes(one := next(order))]
         heapq.heapify(heads)
-        while heads and heads[0][0] < before:
+        while heads:
             _, _, sequence, tenant = heads[0]
             yield sequence
             following = next(served[tenant], None)
-            if following is None:
+            if following is None or not goes(following):
                 heapq.heappop(heads)
             else:
                 heapq.heapreplace(heads, self._entry(tenant, following))

@@ -76,6 +76,30 @@ def test_prompts_that_do_not_fit_together_are_computed_one_by_one(harness):
     assert engine.scheduler.stats.preemptions == 0
 
 
+def test_equal_prompts_of_several_tenants_are_computed_one_after_the_other(harness):
+    """Each is of three steps. In turns all would be whole only at the end: after 7, 8 and 9 steps."""
+    engine = harness(max_num_batched_tokens=8, num_pages=100)
+    for number, tenant in enumerate("abc"):
+        engine.add(tenant, [number] * 24, tenant=tenant, max_tokens=1, ignore_eos=True)
+    whole = []
+    for _ in range(9):
+        engine.turn()
+        whole.append(sum(map(len, engine.tokens.values())))
+    assert whole == [0, 0, 1, 1, 1, 2, 2, 2, 3]
+
+
+def test_what_a_prompt_still_lacks_is_not_kept_from_a_higher_priority(harness):
+    """The prompt would fill the pool but for a page; without its end the pool has room."""
+    engine = harness(max_num_batched_tokens=8, num_pages=30)  # of 4 tokens
+    engine.add("long", [5] * 110, max_tokens=2, ignore_eos=True)
+    engine.turn()
+    engine.add("urgent", [1] * 8, max_tokens=4, ignore_eos=True, priority=1)
+    engine.turn()
+    assert len(engine.tokens["urgent", 0]) == 1
+    engine.run()
+    engine.check_outputs()
+
+
 def test_idleness_earns_no_credit(harness):
     """c comes when a and b have had 8 each: it begins there, and is served in turn instead of thrice at once."""
     engine = harness(max_num_seqs=1)
