@@ -22,17 +22,10 @@ from gateway.errors import ApiError, from_rpc, invalid, no_engine
 from gateway.mapping import chat_request, completion_requests, detokenize_request, responses_request, tokenize_request
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.openapi import openapi
+from gateway.parse import parse, parse_tokenize
 from gateway.responses_format import ResponsesFormat
 from gateway.responses_schema import ResponsesRequest
-from gateway.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Sampling,
-    TokenizeChatRequest,
-    parse,
-    parse_tokenize,
-)
+from gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeChatRequest
 from gateway.sse import HOLE, Written, around, commas
 from gateway.transport import EventStream, WholeAnswer, Write, read_json, unless_gone
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ApiError, going_down
-from gateway.schemas import parse_json
+from gateway.parse import parse_json
 from gateway.sse import HEARTBEAT
 from gateway.structure import Structure
 
