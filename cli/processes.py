@@ -10,8 +10,6 @@ from engine.container import usable_cores
 
 # Of 16 cores; what is left is for the engine core and the system. More than so many one device never feeds.
 _SERVICE, _GATEWAY, _CORES = 5, 6, 16
-
-
 # Descriptors; more connections than that one process does not serve.
 _MOST_FILES = 1 << 16
 

@@ -121,7 +121,7 @@ def kinds(flat: Flat) -> set[str]:
     return set(flat.get("type") or spoken)
 
 
-def merged(one: Flat, two: Flat, pointer: str, *, resolve: bool = True) -> Flat | None:  # noqa: PLR0912
+def merged(one: Flat, two: Flat, pointer: str, *, resolve: bool = True) -> Flat | None:
     """Both at once; None if it is plain that no value matches both.
 
     Raises: SchemaError where both at once cannot be expressed (without `resolve` the answer is about None only).
@@ -130,32 +130,16 @@ def merged(one: Flat, two: Flat, pointer: str, *, resolve: bool = True) -> Flat 
     for keyword, value in two.items():
         if keyword not in out or out[keyword] == value:
             out[keyword] = value
-        elif keyword == "type":
-            pairs = product(out["type"], value)
-            types = {a if a == b else "integer" for a, b in pairs if a == b or {a, b} == {"integer", "number"}}
-            if not types:
-                return None
-            out["type"] = frozenset(types)
-        elif keyword == "enum":
-            out["enum"] = among(out["enum"], value)
-        elif keyword in LOWER:
-            out[keyword] = max(out[keyword], value)
-        elif keyword in UPPER:
-            out[keyword] = min(out[keyword], value)
-        elif keyword == "required":
-            out["required"] = list(dict.fromkeys([*out["required"], *value]))
-        elif keyword == "excluded":
-            out["excluded"] = [*out["excluded"], *value]
-        elif keyword == "format":
-            pass
+        elif keyword in _TOGETHER:
+            out[keyword] = _TOGETHER[keyword](out[keyword], value)
         elif keyword == "items" and "prefixItems" not in one and "prefixItems" not in two:
             out["items"] = both(out["items"], value)
-        elif keyword not in ("properties", "additionalProperties") and resolve:
+        elif keyword not in ("properties", "additionalProperties") and resolve and out.get("type", True):
             raise SchemaError(pointer, f"two different {keyword} at once are not served")
     if "fractional" in out and "type" in out:
         out["type"] -= {"integer"}
-        if not out["type"]:
-            return None
+    if not out.get("type", True):
+        return None
     if "enum" in out and "type" in out:
         out["enum"] = [value for value in out["enum"] if _is_of(value, out["type"])]
     if "enum" in out and "excluded" in out:
@@ -282,3 +266,21 @@ def among(values: Iterable[Any], others: Iterable[Any], *, inside: bool = True) 
 
     known = set(map(canonical, others))
     return [value for value in values if (canonical(value) in known) is inside]
+
+
+def _types(one: Iterable[str], two: Iterable[str]) -> frozenset[str]:
+    """The types of both: an integer is a number too."""
+    pairs = product(one, two)
+    return frozenset(a if a == b else "integer" for a, b in pairs if a == b or {a, b} == {"integer", "number"})
+
+
+# What two values of a keyword say together.
+_TOGETHER: dict[str, Callable[[Any, Any], Any]] = {
+    "type": _types,
+    "enum": among,
+    "required": lambda one, two: list(dict.fromkeys([*one, *two])),
+    "excluded": lambda one, two: [*one, *two],
+    "format": lambda one, _: one,
+    **dict.fromkeys(LOWER, max),
+    **dict.fromkeys(UPPER, min),
+}
