@@ -44,7 +44,6 @@ class Page:
     """Serves the page, and relays AdminService to each browser that looks at it."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        """Reads the files."""
         self._config = config
         self._files = {path: ((FOLDER / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
 

@@ -99,7 +99,6 @@ class WholeAnswer(Response):
     media_type = "application/json"
 
     def __init__(self, pieces: Sequence[bytes | bytearray]) -> None:
-        """Takes the pieces."""
         super().__init__(headers={"content-length": str(sum(map(len, pieces)))}, media_type=self.media_type)
         self._pieces = pieces
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -32,6 +33,7 @@ _ARRIVAL_SECONDS = 120.0
 # Probes carry no credentials, and learn nothing but the status of the server as a whole.
 _OPEN_SERVICE = "/grpc.health.v1.Health/"
 
+Handler = Callable[[Any, Context], Awaitable[Any]]
 MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 
 
@@ -62,10 +64,11 @@ class Guard(grpc.aio.ServerInterceptor):
         except ApiError as error:
             # As a stream, whatever it is: no message is read, and so none is kept, for a caller without a key.
             if method.startswith(_OPEN_SERVICE):
-                return grpc.stream_stream_rpc_method_handler(self._unread(method, handler), None, serialized)
-            return grpc.stream_stream_rpc_method_handler(self._refuse(method, error))
+                unread = partial(_unread, self._wrap(method, handler, _nothing))
+                return grpc.stream_stream_rpc_method_handler(unread, None, serialized)
+            return grpc.stream_stream_rpc_method_handler(partial(self._refuse, method, error))
         if handler.request_streaming:  # reflection: it has no messages of ours to guard
-            reflected = self._reflect(handler.stream_stream)
+            reflected = partial(_reflected, handler.stream_stream)
             serializers = handler.request_deserializer, handler.response_serializer
             return grpc.stream_stream_rpc_method_handler(reflected, *serializers)
         wrapped = self._wrap(method, handler, _message)
@@ -74,9 +77,7 @@ class Guard(grpc.aio.ServerInterceptor):
             return grpc.stream_stream_rpc_method_handler(wrapped, None, serialized)
         return grpc.stream_unary_rpc_method_handler(wrapped, None, handler.response_serializer)
 
-    def _wrap(
-        self, method: str, handler: Any, message: Callable[[Context], Awaitable[bytes]]
-    ) -> Callable[[Any, Context], Awaitable[Any]]:
+    def _wrap(self, method: str, handler: Any, message: Callable[[Context], Awaitable[bytes]]) -> Handler:
         name, deserialize = method.rpartition("/")[2], handler.request_deserializer
         behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
@@ -128,33 +129,24 @@ class Guard(grpc.aio.ServerInterceptor):
 
         return guarded
 
-    def _unread(self, method: str, handler: Any) -> Callable[[Any, Context], Awaitable[None]]:
-        """As if the message had been empty: of Health that asks for the server as a whole."""
-        wrapped = self._wrap(method, handler, _nothing)
+    async def _refuse(self, method: str, refusal: ApiError, _: Any, context: Context) -> None:
+        self.figures.calls.add(method.rpartition("/")[2], refusal.code.name)
+        await _abort(context, refusal)
 
-        async def unread(_: Any, context: Context) -> None:
-            reply = await wrapped(None, context)
-            if reply is not None:
-                await context.write(reply)
 
-        return unread
+async def _unread(wrapped: Handler, _: Any, context: Context) -> None:
+    """As if the message had been empty: of Health that asks for the server as a whole."""
+    reply = await wrapped(None, context)
+    if reply is not None:
+        await context.write(reply)
 
-    def _reflect(self, behavior: Any) -> Callable[[Any, Context], AsyncIterator[Any]]:
-        async def reflected(requests: Any, context: Context) -> AsyncIterator[Any]:
-            try:
-                async for reply in behavior(requests, context):
-                    yield reply
-            except DecodeError:
-                await _abort(context, _malformed())
 
-        return reflected
-
-    def _refuse(self, method: str, refusal: ApiError) -> Callable[[Any, Context], Awaitable[None]]:
-        async def refused(_: Any, context: Context) -> None:
-            self.figures.calls.add(method.rpartition("/")[2], refusal.code.name)
-            await _abort(context, refusal)
-
-        return refused
+async def _reflected(behavior: Any, requests: Any, context: Context) -> AsyncIterator[Any]:
+    try:
+        async for reply in behavior(requests, context):
+            yield reply
+    except DecodeError:
+        await _abort(context, _malformed())
 
 
 async def _message(context: Context) -> bytes:

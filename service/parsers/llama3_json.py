@@ -16,7 +16,6 @@ class Llama3Json(ToolParser):
     separator = "; "
 
     def __init__(self, names: frozenset[str], *, prefilled: bool = False) -> None:
-        """As ToolParser."""
         super().__init__(names, prefilled=prefilled)
         self._mode = self._start
 

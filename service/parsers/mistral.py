@@ -16,7 +16,6 @@ class Mistral(ToolParser):
     prefill = opening
 
     def __init__(self, names: frozenset[str], *, prefilled: bool = False) -> None:
-        """As ToolParser."""
         self._in_array = False
         super().__init__(names, prefilled=prefilled)
 

@@ -12,7 +12,6 @@ class TextReader:
     """Reads by one mode after the other."""
 
     def __init__(self, mode: Mode) -> None:
-        """Starts a text with the first mode."""
         self._mode = mode
         self._events: list[Event] = []
 
