@@ -8,6 +8,7 @@ arXiv:2411.15100), which brings transformers, is imported when the first grammar
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from time import thread_time
 from typing import TYPE_CHECKING
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 MAX_HELD, MAX_HELD_BYTES = 1024, 512 << 20
 # What following one grammar may take: this, and so much for each token. Common are 5 to 100 microseconds.
 _FIRST_SECONDS, _TOKEN_SECONDS = 0.5, 1e-3
-# What XGrammar keeps of a text is some 0.7 MB for each millisecond that its tokens took to accept. Of a grammar's texts
-# together so much may be kept, beside so much of each token. Common are 1 to 10 microseconds.
-_KEPT_SECONDS, _COMMON_SECONDS = 1.0, 25e-6
+# What XGrammar keeps of a text is some 0.7 MB for each millisecond that its tokens took to accept. So much may be kept
+# of all texts together, beside so much of each token. Common are 1 to 10 microseconds.
+_KEPT_SECONDS, _COMMON_SECONDS = 2.0, 25e-6
 
 
 class Vocabulary(msgspec.Struct, array_like=True, frozen=True):
@@ -44,6 +45,13 @@ class GrammarError(Exception):
     """A grammar cannot be read back, is of another vocabulary, or takes too long to follow."""
 
 
+@dataclass(slots=True)
+class _Kept:
+    """Of all texts of all grammars: seconds of accepting of which the memory is kept, beside what is common."""
+
+    seconds: float = 0.0
+
+
 class _Time:
     """What all matchers of one grammar have taken together: processor time of the core's thread, in which all wait.
 
@@ -52,14 +60,16 @@ class _Time:
     Attributes:
         left: seconds that they may still take.
         latest: seconds that the latest of their work took.
-        kept: seconds of accepting of which the memory is kept, beside what is common.
+        of_all: what all grammars keep.
+        kept: their part of it, seconds.
     """
 
-    __slots__ = ("_began", "kept", "latest", "left")
+    __slots__ = ("_began", "kept", "latest", "left", "of_all")
 
-    def __init__(self) -> None:
+    def __init__(self, of_all: _Kept) -> None:
         self.left = _FIRST_SECONDS
         self.latest = self.kept = 0.0
+        self.of_all = of_all
 
     def __enter__(self) -> None:
         self._began = thread_time()
@@ -94,6 +104,7 @@ class Grammars:
         self._info: xgrammar.TokenizerInfo | None = None
         self._held: OrderedDict[str, tuple[xgrammar.CompiledGrammar, _Time, int]] = OrderedDict()
         self._bytes = 0
+        self._kept = _Kept()
         self._lock = threading.Lock()
 
     def __contains__(self, key: str) -> bool:
@@ -118,7 +129,7 @@ class Grammars:
             if key in self._held:
                 return
             self._bytes += len(data)
-            self._held[key] = grammar, _Time(), len(data)
+            self._held[key] = grammar, _Time(self._kept), len(data)
             while len(self._held) > self._max_held or (self._bytes > self._max_bytes and len(self._held) > 1):
                 self._bytes -= self._held.popitem(last=False)[1][-1]
 
@@ -173,13 +184,15 @@ class GrammarMatcher:
         except RuntimeError:  # whatever fails in XGrammar concerns this sequence alone
             return False
         self._keep(max(0.0, self._kept + self._time.latest - _COMMON_SECONDS))
-        if self._time.kept > _KEPT_SECONDS:
+        # No grammar may keep more than is left for all: alone half, and of many the heaviest end first.
+        if self._time.kept > _KEPT_SECONDS - self._time.of_all.seconds:
             self._full = True
             self._keep(0.0)  # others may go on, since this one ends
         return accepted
 
     def _keep(self, seconds: float) -> None:
         self._time.kept += seconds - self._kept
+        self._time.of_all.seconds += seconds - self._kept
         self._kept = seconds
 
     def __del__(self) -> None:

@@ -280,7 +280,7 @@ async def test_a_grammar_that_takes_too_long_to_follow_is_followed_no_further(co
 
 async def test_texts_of_a_grammar_that_take_much_memory_end_until_the_others_have_room(compiler, monkeypatch):
     """With 3,000 ways open XGrammar keeps 160 KB of each byte, and 0.3 of a string's."""
-    monkeypatch.setattr("engine.grammar._KEPT_SECONDS", 0.02)
+    monkeypatch.setattr("engine.grammar._KEPT_SECONDS", 0.04)
     grammars = Grammars()
 
     async def texts(kind, text, count):
@@ -301,6 +301,30 @@ async def test_texts_of_a_grammar_that_take_much_memory_end_until_the_others_hav
     assert all(map(goes_on, await texts("regex", ways, 1)))
     (common,) = await texts("regex", "[a-z]*", 1)
     assert all(goes_on(common) for _ in range(500))
+
+
+async def test_grammars_of_much_memory_leave_room_for_each_other_and_for_the_common(compiler, monkeypatch):
+    """One alone has half of it, four a fifth each."""
+    monkeypatch.setattr("engine.grammar._KEPT_SECONDS", 0.1)
+    grammars = Grammars()
+
+    async def matcher(text):
+        compiled = await compiler.compile(Constraint("regex", text))
+        grammars.load(compiled.key, compiled.data, compiler.vocabulary)
+        return grammars.matcher(compiled.key)
+
+    def goes_on(matcher):
+        return any(matcher.mask() or b"x") and matcher.accept(ord("a"))
+
+    alone, *four = [await matcher("|".join(f"[a-z]*{number}{end}" for number in range(3000))) for end in "vwxyz"]
+    common = await matcher("[a-z]*")
+    of_one = sum(iter(lambda: goes_on(alone), False))
+    live, of_four = four, 0
+    while len(live) == 4:
+        live = [each for each in live if goes_on(each)]
+        of_four += len(live)
+        assert goes_on(common)
+    assert of_one < of_four < 2.5 * of_one
 
 
 async def test_the_process_ends_with_its_owner(compiler):  # the last of these tests that needs it
