@@ -2,7 +2,9 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from google.protobuf.json_format import MessageToJson
 
@@ -115,8 +117,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         logger.debug("request %s (%s) is accepted: %d prompt tokens", *about, len(job.prompt), extra=what)
         try:
             await context.write(pb.GenerateResponse(accepted=pb.Accepted(request_id=job.request_id, model=name)))
-            choices = [self._choice(index, asked, field, prompt.reading) for index in range(job.params.n)]
-            usage = await self._stream(stream, job, choices, record, context)
+            begin = partial(self._choice, asked=asked, prompt_field=field, reading=prompt.reading)
+            usage = await self._stream(stream, job, begin, record, context)
             await context.write(pb.GenerateResponse(usage=usage))
             logger.debug("request %s (%s) is answered: %d tokens", *about, record.tokens, extra=what)
             core.note(job.request_id, "sent")
@@ -172,11 +174,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         raise AssertionError("the last try returns or raises")
 
     async def _stream(
-        self, stream: RequestStream, job: Request, choices: list[Choice], record: Record, context: Context
+        self, stream: RequestStream, job: Request, begin: Callable[[int], Choice], record: Record, context: Context
     ) -> pb.Usage:
-        """Writes everything between Accepted and Usage; a write waits for a slow reader, the stream merges."""
+        """Writes everything between Accepted and Usage; a write waits for a slow reader, the stream merges.
+
+        A choice begins with its first tokens: of those that wait there may be two million, of a kilobyte each.
+        """
         core, tokenizer, write = self.core, self.model.prompts.tokenizer, context.write
-        running = len(choices)
+        choices: dict[int, Choice] = {}
+        running = job.params.n
         told = 1  # the next of the prompt's logprobs
         async for event in stream:
             if isinstance(event, RequestStart):
@@ -192,7 +198,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                         told += len(piece.tokens)
                     if not output.token_ids and output.finish is None:
                         continue
-                choice = choices[output.index]
+                choice = choices.get(output.index) or choices.setdefault(output.index, begin(output.index))
                 if choice.finish is not None:
                     continue  # sampled after a stop string had ended it
                 record.take(output.index, len(output.token_ids))

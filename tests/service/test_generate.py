@@ -1,6 +1,7 @@
 """The events of Generate, over a real server and a scripted engine whose token ids are bytes."""
 
 import asyncio
+import gc
 import time
 
 import grpc
@@ -8,6 +9,7 @@ import pytest
 
 from engine.request import FinishReason
 from fulcrum.v1 import inference_pb2 as pb
+from service.choice import Choice
 
 EOS = 257
 
@@ -72,6 +74,20 @@ async def test_events_come_in_order(make_core, serving):
         assert usage.decode_seconds > 0
         assert await collect(call) == []
         assert core.aborted == []
+
+
+async def test_choices_are_made_when_their_first_tokens_come(make_core, serving):
+    """Of requests that wait for the engine there are millions."""
+    core = make_core()
+    async with serving(core) as server:
+        call = server.stub.Generate(prompt("hello", request_id="several", n=3))
+        await call.read()
+        core.start("several")
+        await call.read()
+        core.emit("several", 1, [*b"a"])
+        assert (await call.read()).delta == pb.Delta(index=1, text="a")
+        made = [one for one in gc.get_objects() if type(one) is Choice and one.plan.job.request_id == "several"]
+        assert [choice.index for choice in made] == [1]
 
 
 async def test_an_id_is_minted_and_the_alias_is_echoed(make_core, serving):
