@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fulcrum import limits
-from fulcrum.client import keepalive, open_channel, tls_options
+from fulcrum.client import DIRECT, keepalive, open_channel, tls_options
 from fulcrum.keys import DEFAULT_TENANT, TENANT
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc
@@ -22,9 +22,8 @@ from gateway.errors import internal_error, no_engine
 
 logger = logging.getLogger(__name__)
 
-DIRECT = ("grpc.enable_http_proxy", 0)  # engines are no part of the web that http_proxy is for
 OPTIONS = [
-    DIRECT,
+    DIRECT,  # engines are no part of the web that http_proxy is for
     # Each channel its own connection: the engine may be several processes behind one port.
     ("grpc.use_local_subchannel_pool", 1),
     *keepalive(10, within=10),

@@ -9,11 +9,10 @@ import grpc
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fulcrum.client import metadata_of, open_channel, tls_options
+from fulcrum.client import DIRECT, metadata_of, open_channel, tls_options
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc
 from gateway.config import GatewayConfig
-from gateway.engines import DIRECT
 from gateway.errors import ApiError, from_rpc
 from gateway.sse import event
 from gateway.transport import EventStream, Write

@@ -66,6 +66,7 @@ def keepalive(every: float, within: float) -> tuple[tuple[str, int], ...]:
     )
 
 
+DIRECT = ("grpc.enable_http_proxy", 0)  # without the proxy that gRPC finds in http_proxy
 CHANNEL_OPTIONS = (
     *keepalive(30, within=20),
     # The server bounds what it takes; its answers are as long as the caller asked for.
@@ -194,8 +195,8 @@ def tls_options(name: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def direct(address: str) -> tuple[tuple[str, int], ...]:
-    """Channel options: this machine is reached without the proxy that gRPC finds in http_proxy."""
-    return (("grpc.enable_http_proxy", 0),) if is_loopback(address.rpartition(":")[0].strip("[]")) else ()
+    """Channel options: this machine is reached without a proxy."""
+    return (DIRECT,) if is_loopback(address.rpartition(":")[0].strip("[]")) else ()
 
 
 def open_channel(
