@@ -23,15 +23,16 @@ GOODBYE_SECONDS = 2.0
 class BoundedHttp(HttpToolsProtocol):
     """Ends connections that keep sending what nobody reads: the parser would go on, whether or not a key was shown."""
 
-    def __init__(self, *args: Any, head_seconds: float, **further: Any) -> None:
-        """`head_seconds`: from a new connection, or a request's first byte, to the end of its headers; and from an
-        answer to the end of its request's body.
+    def __init__(self, *args: Any, patience: float, **further: Any) -> None:
+        """`patience`: seconds from a new connection, or a request's first byte, to the end of its headers; from an
+        answer to the end of its request's body; and that an answer may wait for its reader, who takes nothing of it.
         """
         super().__init__(*args, **further)
-        self.head_seconds = head_seconds
+        self.patience = patience
         self.loose_bytes = 0  # since the request began, or since the last of its body
         self.in_head = self.in_body = self.draining = False
         self.timer: asyncio.TimerHandle | None = None
+        self.unread: asyncio.TimerHandle | None = None
         self.running: Any = None  # the request that is being answered; `self.cycle` is the one that came last
 
     def connection_made(self, transport: Any) -> None:
@@ -42,11 +43,24 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It has gone."""
         self._no_longer_await()
+        if self.unread is not None:
+            self.unread.cancel()
         self.pipeline.clear()
         if self.running is not None:
             self.running.disconnected = True
             self.running.message_event.set()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """What lies ready is more than the client takes."""
+        super().pause_writing()
+        self.unread = self.loop.call_later(self.patience, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has taken some of it."""
+        super().resume_writing()
+        if self.unread is not None:
+            self.unread.cancel()
 
     def on_message_begin(self) -> None:
         """A request begins."""
@@ -119,7 +133,7 @@ class BoundedHttp(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _await(self) -> None:
-        self.timer = self.loop.call_later(self.head_seconds, self.transport.close)
+        self.timer = self.loop.call_later(self.patience, self.transport.close)
 
     def _no_longer_await(self) -> None:
         if self.timer is not None:

@@ -35,7 +35,7 @@ def serve(
         create_app(config),
         loop="uvloop",
         # Its type is said to be a class; what uvicorn does is to call it.
-        http=functools.partial(BoundedHttp, head_seconds=config.arrival_seconds),  # type: ignore[arg-type]
+        http=functools.partial(BoundedHttp, patience=config.arrival_seconds),  # type: ignore[arg-type]
         ws="none",
         lifespan="on",
         log_config=None,

@@ -122,3 +122,25 @@ def test_a_slow_reader_slows_the_engine(gateway, engine, kit):
     assert sent[0] < total / 2
     connection.close()
     assert engine.calls[0].cancelled.wait(2)
+
+
+def test_who_reads_nothing_is_let_go(start_gateway, engine, kit):
+    """It would hold its connection for as long as it likes, whatever the request's deadline. Who reads stays."""
+
+    async def script(request, context):
+        yield kit.accepted()
+        while True:
+            yield kit.delta("x" * 65536)
+
+    engine.script = script
+    with start_gateway(engines=[engine.address], arrival_seconds=2) as url:
+        connections = []
+        for number in (1, 2):
+            connections.append(connect(url, "/v1/completions", {"prompt": "p", "stream": True}))
+            kit.wait_until(lambda: len(engine.calls) == number)  # noqa: B023
+        reads, still = engine.calls
+        while not still.cancelled.is_set():
+            assert connections[0].recv(1 << 20)
+        assert not reads.cancelled.is_set()
+        for connection in connections:
+            connection.close()
