@@ -40,7 +40,7 @@ def output_grammar(constraint: Constraint | None, reading: Reading) -> Constrain
         return None
     if reading.reasoning is not None and reading.thinks:
         form = behind_reasoning(form, reading.reasoning, opened=reading.opened)
-    return Constraint("structural_tag", json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False))
+    return Constraint("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
 
 
 def calls_form(parser: type[ToolParser], tools: Mapping[str, Mapping[str, Any]], *, parallel: bool = True) -> Form:

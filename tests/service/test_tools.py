@@ -470,8 +470,9 @@ async def test_a_constraint_leaves_room_for_reasoning_and_calls(make_core, servi
             assert accepts(good), constraint
             assert accepts(f"<think>Hm</think>\n\n{CALL}\n{CALL_2}"), constraint
             assert not any(map(accepts, (bad, good + CALL, CALL + good))), constraint
-        error = await refusal(server, request(json_schema="{"), details)
-        assert (error.reason, error.fields) == ("INVALID_GRAMMAR", ["json_schema"])
+        for schema in ("{", '{"const": "\\ud800"}'):  # the latter is half a character
+            error = await refusal(server, request({"tools": []}, json_schema=schema), details)
+            assert (error.reason, error.fields) == ("INVALID_GRAMMAR", ["json_schema"])
         error = await refusal(server, request(regex="("), details)
         assert (error.reason, error.fields) == ("INVALID_GRAMMAR", ["regex"])
         # What the tools' arguments must be is not asked for, so that it cannot be at fault.
