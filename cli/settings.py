@@ -59,7 +59,7 @@ def service_config(params: Params, model: Path, *, grpc_port: int, admin: bool =
 
 def gateway_config(params: Params, engines: tuple[str, ...]) -> GatewayConfig:
     """The gateway's settings. Raises ConfigError."""
-    return _checked(lambda: record(GatewayConfig, params, engines=engines, shutdown_seconds=int(params["grace"])))
+    return _checked(lambda: record(GatewayConfig, params, engines=engines, shutdown_seconds=params["grace"]))
 
 
 def record(kind: Callable[..., _Record], params: Params, **own: Any) -> _Record:

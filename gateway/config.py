@@ -10,7 +10,7 @@ from fulcrum.keys import KeyRing, checked_key, is_loopback
 from fulcrum.tls import Identity, channel_credentials, identity
 from telemetry.tracing import check_endpoint
 
-LEAST = {"max_body_bytes": 1, "max_prompts": 1, "channels_per_engine": 1, "shutdown_seconds": 0}
+LEAST = {"max_body_bytes": 1, "max_prompts": 1, "channels_per_engine": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class GatewayConfig:
     max_body_bytes: int = 16 << 20
     max_prompts: int = 256
     channels_per_engine: int = 4
-    shutdown_seconds: int = 30
+    shutdown_seconds: float = 30.0
     access_log: bool = False
     otlp_endpoint: str | None = None
 
@@ -81,6 +81,8 @@ class GatewayConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a positive number of seconds, not {value}")
+        if not 0 <= self.shutdown_seconds < float("inf"):
+            raise ValueError(f"shutdown_seconds must be at least 0, not {self.shutdown_seconds}")
         admin = () if self.engine_admin is None else (self.engine_admin,)
         for name, addresses in (("engines", self.engines or ("",)), ("engine_admin", admin)):
             for address in addresses:

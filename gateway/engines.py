@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fulcrum import limits
-from fulcrum.client import DIRECT, keepalive, open_channel, tls_options
+from fulcrum.client import DIRECT, LONGEST_SECONDS, keepalive, open_channel, tls_options
 from fulcrum.keys import DEFAULT_TENANT, TENANT
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc
@@ -63,7 +63,7 @@ class CallContext:
 
     def remaining(self) -> float | None:
         """Seconds left, never negative."""
-        return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
+        return None if self.deadline is None else min(max(self.deadline - time.monotonic(), 0.0), LONGEST_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)

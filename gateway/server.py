@@ -1,6 +1,7 @@
 """Runs one gateway process. Knows uvicorn; the application knows it not."""
 
 import functools
+import math
 import socket
 from collections.abc import Callable
 
@@ -43,7 +44,7 @@ def serve(
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=config.shutdown_seconds,
+        timeout_graceful_shutdown=math.ceil(config.shutdown_seconds),
         ssl_context_factory=None if identity is None else lambda *_: server_context(identity),
     )
     with listener or listen(config.host, config.port) as shared:

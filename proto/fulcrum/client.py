@@ -72,6 +72,7 @@ CHANNEL_OPTIONS = (
     # The server bounds what it takes; its answers are as long as the caller asked for.
     ("grpc.max_receive_message_length", -1),
 )
+LONGEST_SECONDS = 1e9  # thirty years; of ten times that gRPC makes a deadline that has passed
 RETRIES = 3
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 # A server that names a longer wait is told of at once: the caller knows better what to do meanwhile.
@@ -134,7 +135,7 @@ class Tries:
 
     def __init__(self, retries: int, deadline: float | None) -> None:
         self._left = retries
-        self._end = None if deadline is None else time.monotonic() + deadline
+        self._end = None if deadline is None else time.monotonic() + min(deadline, LONGEST_SECONDS)
         self._pause = _FIRST_PAUSE
 
     def remaining(self) -> float | None:

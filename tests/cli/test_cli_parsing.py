@@ -235,13 +235,13 @@ def test_gateway_options_reach_the_gateway() -> None:
         "--workers=3",
         "--cors-origin=*",
         "--request-timeout=9",
-        "--grace=2",
+        "--grace=2.5",
         "--access-log",
     )
     config = settings.gateway_config(params, ("a:1", "b:2"))
     assert config.engines == ("a:1", "b:2")
     assert (config.engine_key, params["workers"], config.cors_origins) == ("e", 3, ("*",))
-    assert (config.request_timeout, config.shutdown_seconds, config.access_log) == (9.0, 2, True)
+    assert (config.request_timeout, config.shutdown_seconds, config.access_log) == (9.0, 2.5, True)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ def test_loopback_needs_none(host):
         ("request_timeout", float("inf")),
         ("heartbeat_seconds", 0.0),
         ("shutdown_seconds", -1),
+        ("shutdown_seconds", float("inf")),
+        ("shutdown_seconds", float("nan")),
         ("engines", ()),
         ("engines", ("",)),
         ("engines", ("127.0.0.1:50051", "localhost")),

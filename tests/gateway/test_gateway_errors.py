@@ -306,6 +306,12 @@ def test_the_gateway_s_own_limit_is_the_longest(http, gateway, engine, kit):
     assert all(590 < call.time_remaining < 601 for call in engine.calls)
 
 
+def test_a_limit_of_centuries_is_none(http, start_gateway, engine, kit):
+    """gRPC counts nanoseconds in 63 bits."""
+    with start_gateway(engines=[engine.address], request_timeout=1e12) as url:
+        assert http.post(f"{url}/v1/chat/completions", json=kit.CHAT).status_code == 200
+
+
 def test_a_good_request_works_after_all_of_it(http, gateway, kit):
     answer = http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT)
     assert json.loads(answer.text)["choices"][0]["message"]["content"] == "Hello world"

@@ -292,7 +292,7 @@ async def test_a_unix_socket_is_plain_whatever_the_credentials(tmp_path: Path) -
     await server.start()
     try:
         async with FulcrumClient(f"unix:{tmp_path}/s", credentials=credentials, tls_name="x", retries=0) as client:
-            assert (await client.get_model(deadline=10)).served_names == ["m"]
+            assert (await client.get_model(deadline=1e12)).served_names == ["m"]
     finally:
         await server.stop(0)
 
