@@ -157,10 +157,16 @@ class ModelRunner:
         positions = torch.from_numpy(np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths)).to(self.device)
         tokens = self._token_ids[torch.from_numpy(np.repeat(rows, lengths)).to(self.device), positions]
         plan = self._plan_attention([Query(*map(int, query)) for query in queries], self._page_table)
-        hidden = self._decoder.forward(tokens, positions, self._kv_cache, plan)
         last = np.empty_like(ends)
         last[order] = ends - 1
-        return [*self._sample(hidden, last, step), *self._prompt_logprobs(hidden, last, step)]
+        # Siblings share the logits of one work: computed once, repeated for each.
+        used, which = np.unique([sample.work for sample in step.samples], return_inverse=True)
+        drawn_from = torch.from_numpy(last[used.astype(np.int64)]).to(self.device)
+        if not step.prompt_logprobs:
+            hidden = self._decoder.forward(tokens, positions, self._kv_cache, plan, drawn_from)
+            return list(self._sample(hidden, which, step))
+        hidden = self._decoder.forward(tokens, positions, self._kv_cache, plan)
+        return [*self._sample(hidden[drawn_from], which, step), *self._prompt_logprobs(hidden, last, step)]
 
     def _plan_attention(self, queries: Sequence[Query], page_table: Tensor) -> AttentionPlan:
         model = self.model_config
@@ -173,16 +179,14 @@ class ModelRunner:
             windows=model.layer_windows,
         )
 
-    def _sample(self, hidden: Tensor, last: NDArray[np.int64], step: Step) -> Iterator[Tensor]:
-        """As `_run`, but for the prompts; `last` is where in hidden (T, D) the last token of each work is."""
+    def _sample(self, hidden: Tensor, which: NDArray[np.int64], step: Step) -> Iterator[Tensor]:
+        """As `_run`, but for the prompts; `which` is where in hidden (N, D) each sample's token is."""
         works, samples = step.works, step.samples
         if not samples:
             yield torch.empty(2, 0, dtype=torch.int64, device=self.device)
             return
-        # Siblings share the logits of one work: computed once, repeated for each.
-        used, which = np.unique([sample.work for sample in samples], return_inverse=True)
-        logits = self._decoder.logits(hidden[torch.from_numpy(last[used]).to(self.device)])
-        if not np.array_equal(which, np.arange(len(used))):
+        logits = self._decoder.logits(hidden)
+        if not np.array_equal(which, np.arange(len(hidden))):
             logits = logits[torch.from_numpy(which).to(self.device)]
         rows = [sample.row for sample in samples]
         lengths = [works[sample.work].start + works[sample.work].length for sample in samples]
@@ -196,7 +200,7 @@ class ModelRunner:
             yield token_logprobs(logits[asked], tokens[asked], max(tops))
 
     def _prompt_logprobs(self, hidden: Tensor, last: NDArray[np.int64], step: Step) -> Iterator[Tensor]:
-        """The records of each of step.prompt_logprobs."""
+        """The records of each of step.prompt_logprobs; `last`: where in hidden (T, D) each work's last token is."""
         for number, first, end, top in step.prompt_logprobs:
             row, start, length = step.works[number]
             begin = int(last[number]) - (start + length - first)

@@ -53,7 +53,9 @@ class Decoder:
         self.lm_head = Linear(head)
         self._inv_freq = inverse_frequencies(config.rope, config.head_dim).to(device)
 
-    def forward(self, tokens: Tensor, positions: Tensor, kv_cache: Tensor, plan: AttentionPlan) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, kv_cache: Tensor, plan: AttentionPlan, wanted: Tensor | None = None
+    ) -> Tensor:
         """Runs the step's tokens through all layers; writes their K and V.
 
         Args:
@@ -61,9 +63,11 @@ class Decoder:
             positions: (T,) integers, of the tokens in their sequences.
             kv_cache: (layers, pages, page_size, 2, K, d), changed.
             plan: made for these tokens.
+            wanted: (N,) integers, the tokens whose hidden states are returned (None: all). Of the others nothing but K
+                and V is ever read, so the last layer ends with those.
 
         Returns:
-            (T, D), normalised: what `logits` takes.
+            (N, D), normalised: what `logits` takes.
         """
         config = self.config
         heads, kv_heads, eps = config.num_heads, config.num_kv_heads, config.rms_norm_eps
@@ -80,6 +84,8 @@ class Decoder:
             q, k = torch.split(rotate(qk, cos, sin), [heads, kv_heads], 1)
             write_kv(k, v, layer_cache, plan.slots)
             attended = paged_attention(q, layer_cache, plan, window=layer.window)  # (T, H, d)
+            if wanted is not None and layer is self.layers[-1]:
+                attended, residual = attended[wanted], residual[wanted]
             x = add_rms_norm(layer.o(attended.flatten(1)), residual, layer.post_norm, eps)
             x = add_rms_norm(layer.down(silu_mul(layer.gate_up(x))), residual, next_norm, eps)
         return x

@@ -10,11 +10,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.config import EngineConfig
 from engine.device import load_model
+from engine.model import decoder
 from engine.model.checkpoint import open_checkpoint
 from engine.model.errors import ModelError
 from engine.request import SamplingParams
 from engine.runner import ModelRunner
 from engine.step import PageUpdate, RowWork, Sample, Step
+from kernels.activation import silu_mul
 
 PAGE = 16
 
@@ -134,6 +136,18 @@ def test_work_without_sample_and_empty_step(llama, tools):
     assert runner.collect(runner.launch(copy)).tokens == ()
     assert torch.equal(runner._kv_cache[:, [0, 1]], runner._kv_cache[:, [3, 4]])
     assert runner._kv_cache[:, 3].count_nonzero() > 0
+
+
+def test_the_last_layer_is_done_for_sampled_tokens_alone(llama, tools, monkeypatch):
+    """A chunk that ends before the prompt needs none of it; of one that ends with it the last token is sampled from."""
+    rows: list[int] = []
+    monkeypatch.setattr(decoder, "silu_mul", lambda x: (rows.append(len(x)), silu_mul(x))[1])
+    folder, model = llama
+    prompt = [(3 * i + 2) % 160 for i in range(40)]
+    outputs = tools.Driver(tools.make_runner(folder)).generate([prompt], 1, chunk=20)
+    assert outputs == [tools.oracle(model, prompt, outputs[0])]
+    layers = model.config.num_hidden_layers
+    assert rows == [20] * (layers - 1) + [0] + [20] * (layers - 1) + [1]
 
 
 def test_row_is_reused(llama, tools):
