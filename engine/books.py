@@ -14,7 +14,7 @@ from dataclasses import replace
 from engine.cache.kv_cache import KVCache
 from engine.cache.pool import check
 from engine.config import EngineConfig
-from engine.grammar import GrammarError, GrammarMatcher, Grammars
+from engine.grammar import GrammarMatcher, Grammars
 from engine.limits import check_limits
 from engine.messages import CoreInfo, CoreStats
 from engine.ngram import PromptRuns
@@ -104,13 +104,7 @@ class Books:
         self._waiting.check_room(len(request.prompt))
         if not request.grammar:
             return [None] * request.params.n
-        try:
-            matchers = [self.grammars.matcher(request.grammar) for _ in range(request.params.n)]
-        except GrammarError as error:
-            raise RequestRejected(RejectReason.INVALID, str(error), "constraint") from error
-        if None in matchers:
-            raise RequestRejected(RejectReason.UNKNOWN_GRAMMAR, "the engine does not hold this grammar", "constraint")
-        return matchers
+        return [self.grammars.matcher(request.grammar) for _ in range(request.params.n)]
 
     def _enqueue(self, siblings: list[Sequence]) -> None:
         """Queues the first of these; the others wait for it to have the prompt computed."""

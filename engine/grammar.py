@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from time import thread_time
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
+
+from engine.container import usable_memory
+from engine.request import RejectReason, RequestRejected
 
 if TYPE_CHECKING:
     import xgrammar
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 # Of compiled grammars, in the core, as long as they were when they came: what XGrammar says of their size may be a
 # fiftieth of it. Common are 4 to 20 MB; whoever is crowded out is sent again when it is asked for.
 MAX_HELD, MAX_HELD_BYTES = 1024, 512 << 20
+# Those that live requests follow stay, whether or not they are crowded out: of the memory, one part in so many.
+_USED_PART = 8
 # What following one grammar may take: this, and so much for each token. Common are 5 to 100 microseconds.
 _FIRST_SECONDS, _TOKEN_SECONDS = 0.5, 1e-3
 # What XGrammar keeps of a text is some 0.7 MB for each millisecond that its tokens took to accept. So much may be kept
@@ -42,34 +48,44 @@ class Vocabulary(msgspec.Struct, array_like=True, frozen=True):
 
 
 class GrammarError(Exception):
-    """A grammar cannot be read back, is of another vocabulary, or takes too long to follow."""
+    """A grammar cannot be read back, or is of another vocabulary."""
 
 
 @dataclass(slots=True)
-class _Kept:
-    """Of all texts of all grammars: seconds of accepting of which the memory is kept, beside what is common."""
-
-    seconds: float = 0.0
-
-
-class _Time:
-    """What all matchers of one grammar have taken together: processor time of the core's thread, in which all wait.
-
-    Some grammars, most of them made for it, take a second for a token. Whatever took more than is allowed ends.
+class _Taken:
+    """What all grammars take together.
 
     Attributes:
-        left: seconds that they may still take.
-        latest: seconds that the latest of their work took.
-        of_all: what all grammars keep.
-        kept: their part of it, seconds.
+        bytes: of those that live requests follow.
+        kept: of all their texts, seconds of accepting of which the memory is kept, beside what is common.
     """
 
-    __slots__ = ("_began", "kept", "latest", "left", "of_all")
+    bytes: int = 0
+    kept: float = 0.0
 
-    def __init__(self, of_all: _Kept) -> None:
+
+class _Grammar:
+    """A compiled grammar, and what all its matchers take together.
+
+    Some grammars, most of them made for it, take a second for a token: processor time of the core's thread, in which
+    all wait. `with` measures it. Whatever took more than is allowed ends.
+
+    Attributes:
+        compiled, size: the grammar, and the bytes of its serialised form.
+        of_all: what all grammars take.
+        matchers: how many follow it.
+        left: seconds that they may still take.
+        latest: seconds that the latest of their work took.
+        kept: its part of what all keep, seconds.
+    """
+
+    __slots__ = ("__weakref__", "_began", "compiled", "kept", "latest", "left", "matchers", "of_all", "size")
+
+    def __init__(self, compiled: "xgrammar.CompiledGrammar", size: int, of_all: _Taken) -> None:
+        self.compiled, self.size, self.of_all = compiled, size, of_all
+        self.matchers = 0
         self.left = _FIRST_SECONDS
         self.latest = self.kept = 0.0
-        self.of_all = of_all
 
     def __enter__(self) -> None:
         self._began = thread_time()
@@ -99,16 +115,17 @@ class Grammars:
     """
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES, max_held: int = MAX_HELD) -> None:
-        self._max_bytes, self._max_held = max_bytes, max_held
+        self._max_bytes, self._max_held, self._max_used = max_bytes, max_held, usable_memory() // _USED_PART
         self._vocabulary: Vocabulary | None = None
         self._info: xgrammar.TokenizerInfo | None = None
-        self._held: OrderedDict[str, tuple[xgrammar.CompiledGrammar, _Time, int]] = OrderedDict()
-        self._bytes = 0
-        self._kept = _Kept()
+        self._known: WeakValueDictionary[str, _Grammar] = WeakValueDictionary()  # held or followed
+        self._held: OrderedDict[str, _Grammar] = OrderedDict()
+        self._bytes = 0  # of those held
+        self._taken = _Taken()
         self._lock = threading.Lock()
 
     def __contains__(self, key: str) -> bool:
-        return key in self._held
+        return key in self._known
 
     def load(self, key: str, data: bytes, vocabulary: Vocabulary) -> None:
         """Reads a serialised grammar back and holds it under `key`; tens of milliseconds for a large one.
@@ -122,41 +139,58 @@ class Grammars:
         if self._vocabulary != vocabulary or self._info is None:
             raise GrammarError("the grammar is of another vocabulary than those before it")
         try:
-            grammar = xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._info)
+            compiled = xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._info)
         except (RuntimeError, ValueError) as error:
             raise GrammarError(f"the compiled grammar cannot be read: {error}") from error
         with self._lock:
-            if key in self._held:
-                return
-            self._bytes += len(data)
-            self._held[key] = grammar, _Time(self._kept), len(data)
-            while len(self._held) > self._max_held or (self._bytes > self._max_bytes and len(self._held) > 1):
-                self._bytes -= self._held.popitem(last=False)[1][-1]
+            if key not in self._known:
+                self._known[key] = grammar = _Grammar(compiled, len(data), self._taken)
+                self._hold(key, grammar)
 
-    def matcher(self, key: str) -> "GrammarMatcher | None":
-        """A matcher at the beginning of the grammar; None if it is not held. Raises GrammarError: it takes too long."""
+    def _hold(self, key: str, grammar: _Grammar) -> None:
+        """It was used last."""
+        if key not in self._held:
+            self._held[key] = grammar
+            self._bytes += grammar.size
+        self._held.move_to_end(key)
+        while len(self._held) > self._max_held or (self._bytes > self._max_bytes and len(self._held) > 1):
+            self._bytes -= self._held.popitem(last=False)[1].size
+
+    def matcher(self, key: str) -> "GrammarMatcher":
+        """A matcher at the beginning of the grammar.
+
+        Raises: RequestRejected, UNKNOWN_GRAMMAR (it is not held), INVALID (it takes too long to follow) or QUEUE_FULL
+        (those that are followed take too much memory already).
+        """
         with self._lock:
-            if key not in self._held or self._vocabulary is None:
-                return None
-            self._held.move_to_end(key)
-            grammar, time, _ = self._held[key]
-        if time.left < 0:
-            raise GrammarError("following it takes too long")
-        return GrammarMatcher(grammar, len(self._vocabulary.tokens), time)
+            grammar = self._known.get(key)
+            if grammar is None or self._vocabulary is None:
+                reason = RejectReason.UNKNOWN_GRAMMAR
+                raise RequestRejected(reason, "the engine does not hold this grammar", "constraint")
+            self._hold(key, grammar)
+        if grammar.left < 0:
+            raise RequestRejected(RejectReason.INVALID, "following it takes too long", "constraint")
+        used = self._taken.bytes
+        if used and not grammar.matchers and used + grammar.size > self._max_used:
+            text = f"the grammars of live requests take {used} bytes; {grammar.size} more are too many"
+            raise RequestRejected(RejectReason.QUEUE_FULL, text)
+        return GrammarMatcher(grammar, len(self._vocabulary.tokens))
 
 
 class GrammarMatcher:
     """Where one sequence stands in its grammar.
 
     Args:
-        grammar: compiled; shared with others.
+        grammar: shared with its other matchers.
         vocab_size: token ids are below it.
-        time: shared with the grammar's other matchers.
     """
 
-    def __init__(self, grammar: "xgrammar.CompiledGrammar", vocab_size: int, time: _Time) -> None:
-        self._grammar, self._words, self._time = grammar, -(-vocab_size // 32), time
-        self._kept = 0.0  # of the time's
+    def __init__(self, grammar: _Grammar, vocab_size: int) -> None:
+        self._grammar, self._words = grammar, -(-vocab_size // 32)
+        if not grammar.matchers:
+            grammar.of_all.bytes += grammar.size
+        grammar.matchers += 1
+        self._kept = 0.0  # of the grammar's
         self._full = False  # too much memory is kept
         # XGrammar may set the bits of the last word that stand for no token.
         self._last_word = np.int32((1 << vocab_size % 32) - 1 if vocab_size % 32 else -1)
@@ -166,7 +200,7 @@ class GrammarMatcher:
         """Made when it is first asked, on its grammar's time: of sequences that wait there may be millions."""
         import xgrammar
 
-        return xgrammar.GrammarMatcher(self._grammar)
+        return xgrammar.GrammarMatcher(self._grammar.compiled)
 
     @property
     def terminated(self) -> bool:
@@ -179,24 +213,27 @@ class GrammarMatcher:
         Also when there is no more time or memory: the next mask tells of that, which nobody takes for a fault of ours.
         """
         try:
-            with self._time:
+            with self._grammar:
                 accepted = bool(self._matcher.accept_token(token))
         except RuntimeError:  # whatever fails in XGrammar concerns this sequence alone
             return False
-        self._keep(max(0.0, self._kept + self._time.latest - _COMMON_SECONDS))
+        self._keep(max(0.0, self._kept + self._grammar.latest - _COMMON_SECONDS))
         # No grammar may keep more than is left for all: alone half, and of many the heaviest end first.
-        if self._time.kept > _KEPT_SECONDS - self._time.of_all.seconds:
+        if self._grammar.kept > _KEPT_SECONDS - self._grammar.of_all.kept:
             self._full = True
             self._keep(0.0)  # others may go on, since this one ends
         return accepted
 
     def _keep(self, seconds: float) -> None:
-        self._time.kept += seconds - self._kept
-        self._time.of_all.seconds += seconds - self._kept
+        self._grammar.kept += seconds - self._kept
+        self._grammar.of_all.kept += seconds - self._kept
         self._kept = seconds
 
     def __del__(self) -> None:
         self._keep(0.0)
+        self._grammar.matchers -= 1
+        if not self._grammar.matchers:
+            self._grammar.of_all.bytes -= self._grammar.size
 
     def rollback(self, count: int) -> None:
         """Takes back the tokens accepted last."""
@@ -211,11 +248,11 @@ class GrammarMatcher:
             barred: token ids that are not to come as long as others may.
         """
         bits = np.zeros((1, self._words), np.int32)
-        if self._time.left < 0 or self._full:
+        if self._grammar.left < 0 or self._full:
             return bytes(bits.nbytes)
-        self._time.left += _TOKEN_SECONDS
+        self._grammar.left += _TOKEN_SECONDS
         try:
-            with self._time:
+            with self._grammar:
                 limited = self._matcher.fill_next_token_bitmask(bits)
         except RuntimeError:
             return bytes(bits.nbytes)

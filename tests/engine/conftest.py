@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from engine.grammar import GrammarError
 from engine.messages import CoreInfo
 from engine.request import FinishReason, Request, SamplingParams
 from engine.scheduler import Scheduler
@@ -80,11 +79,7 @@ class Source:
     def __init__(self) -> None:
         self.made: list[Counting] = []
 
-    def matcher(self, key: str) -> Counting | None:
-        if key == "forgotten":
-            return None
-        if key == "slow":
-            raise GrammarError("too slow")
+    def matcher(self, key: str) -> Counting:
         length, *faults = key.split()
         self.made.append(
             Counting(int(length), **{name: int(at) for name, at in (fault.split("=") for fault in faults)})

@@ -201,7 +201,8 @@ async def test_grammars_are_of_one_vocabulary_and_make_room(compiler):
     grammars.load(first.key, first.data, compiler.vocabulary)
     grammars.load(second.key, second.data, compiler.vocabulary)
     assert (first.key in grammars, second.key in grammars) == (False, True)
-    assert grammars.matcher(first.key) is None
+    with pytest.raises(RequestRejected, match="does not hold"):
+        grammars.matcher(first.key)
     few = Grammars(max_held=1)
     for compiled in (first, second):
         few.load(compiled.key, compiled.data, compiler.vocabulary)
@@ -274,8 +275,33 @@ async def test_a_grammar_that_takes_too_long_to_follow_is_followed_no_further(co
     assert 10 < followed < 10_000
     assert time.monotonic() - began < 20
     assert not any(another.mask())
-    with pytest.raises(GrammarError, match="too long"):
+    with pytest.raises(RequestRejected, match="too long"):
         grammars.matcher(compiled.key)
+
+
+async def test_grammars_that_live_requests_follow_are_bounded_also_those_that_are_crowded_out(compiler, monkeypatch):
+    """One of a hundred properties takes 16 MB for as long as somebody follows it."""
+    first, second, third = [await compiler.compile(Constraint("regex", text)) for text in "abc"]
+    monkeypatch.setattr("engine.grammar.usable_memory", lambda: 8 * len(first.data + second.data))
+    grammars = Grammars(max_held=1)
+
+    def matcher(compiled):
+        grammars.load(compiled.key, compiled.data, compiler.vocabulary)
+        return grammars.matcher(compiled.key)
+
+    followed = [matcher(first), matcher(first), matcher(second)]
+    with pytest.raises(RequestRejected) as caught:
+        matcher(third)
+    assert caught.value.reason is RejectReason.QUEUE_FULL
+    followed.append(matcher(second))  # which is there, though it was crowded out
+    del followed[0]
+    with pytest.raises(RequestRejected):
+        matcher(third)
+    del followed[0]
+    assert matcher(third).accept(ord("c"))
+    followed.clear()
+    monkeypatch.setattr(grammars, "_max_used", 1)
+    assert matcher(third).accept(ord("c")), "alone, one of any size may be followed"
 
 
 async def test_texts_of_a_grammar_that_take_much_memory_end_until_the_others_have_room(compiler, monkeypatch):
