@@ -85,7 +85,7 @@ def excluding(types: set[str], excluded: list[Any], pointer: str) -> tuple[set[s
     """The types that are left without these values, and the values of those that have few."""
     left = types or TYPES - {"integer"}
     values: list[Any] = []
-    for kind in {kind_of(value) for value in excluded} & left:
+    for kind in [kind for kind in left if any(_is_of(value, (kind,)) for value in excluded)]:
         if kind not in ("boolean", "null"):
             raise SchemaError(pointer, f"all of type {kind} but some values are not served")
         left -= {kind}

@@ -400,11 +400,11 @@ class _Rewriter:
 
     def _array(self, own: Flat, pointer: str, depth: int) -> Node:
         prefix = [self._placed(placed, depth) for placed in own.get("prefixItems", ())]
-        if False in prefix:
-            return False
         low, high = own.get("minItems", 0), own.get("maxItems")
-        made: dict[str, Any] = {"prefixItems": prefix} if prefix else {}
         items = self._placed(own.get("items", (True, pointer)), depth)
+        if False in prefix:  # it ends there
+            prefix, items = prefix[: prefix.index(False)], False
+        made: dict[str, Any] = {"prefixItems": prefix} if prefix else {}
         if items is False:
             high = len(prefix) if high is None else min(high, len(prefix))
         made["items"] = items or (items is not False or not prefix)

@@ -6,6 +6,8 @@ import random
 import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from service.flat_schema import SchemaError
 from service.grammar_worker import Constraint, compiled
@@ -54,6 +56,7 @@ def core(schema):
         ({"type": "strnig"}, "/type", "must be of"),
         ({"enum": []}, "", "no value"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "", "no value"),
+        ({"type": "integer", "not": {"const": 0}}, "", "all of type integer but some values"),
         ({"required": ["a"], "additionalProperties": False}, "/required", "not allowed"),
         (False, "", "no value"),
         ([], "", "a schema is"),
@@ -152,6 +155,7 @@ def test_deep_and_wide_schemas_come_to_an_end():
         ({"minProperties": 2, "properties": {"a": {}, "b": {}, "c": {}}, "additionalProperties": False},
          ['{"a":1,"c":1}'], ["{}", '{"b":1}', '{"b":1,"b":1}']),
         ({"minProperties": 2, "required": ["a"]}, ['{"a":1,"b":1}'], ['{"a":1}', '{"a":1,"a":1}']),
+        ({"type": "array", "prefixItems": [{}, False]}, ["[]", "[1]"], ["[1,2]"]),
         (True, ["1", "{}", '"a"'], ["", "x"]),
     ],
 )  # fmt: skip
@@ -163,6 +167,52 @@ def test_a_grammar_follows_its_schema(compiler, schema, accepted, refused):
         assert is_valid(schema, json.loads(text))
     for text in refused:
         assert not follows(grammar, text), text
+
+
+NUMBERS, NAMES, COUNTS = st.sampled_from([0, 1, 2, 3, -1, 1.5, 2.0]), st.sampled_from("abc"), st.integers(0, 3)
+VALUES = st.recursive(
+    NUMBERS | st.sampled_from([None, True, False, "", "a", "ab"]),
+    lambda each: st.lists(each, max_size=3) | st.dictionaries(NAMES, each, max_size=3),
+    max_leaves=4,
+)
+TYPES = st.lists(
+    st.sampled_from(["object", "array", "string", "integer", "number", "boolean", "null"]), min_size=1, max_size=3
+)
+
+
+def nodes(each):
+    """Schemas with a type and some keywords of any, of which `each` are parts."""
+    words = {
+        "properties": st.dictionaries(NAMES, each, max_size=2),
+        "required": st.lists(NAMES, max_size=2, unique=True),
+        "items": each,
+        "prefixItems": st.lists(each, min_size=1, max_size=2),
+        "enum": st.lists(VALUES, min_size=1, max_size=3),
+        "const": VALUES,
+        "pattern": st.sampled_from(["^a", "b$", "^[ab]+$"]),
+        "dependentRequired": st.just({"a": ["b"]}),
+        **dict.fromkeys(("additionalProperties", "not", "if", "then", "else"), each),
+        **dict.fromkeys(("anyOf", "oneOf", "allOf"), st.lists(each, min_size=1, max_size=3)),
+        **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), NUMBERS),
+        **dict.fromkeys(("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength"), COUNTS),
+    }
+    pairs = st.one_of(*(st.tuples(st.just(word), value) for word, value in words.items()))
+    return st.builds(lambda types, said: {"type": types} | dict(said), TYPES, st.lists(pairs, max_size=4))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(
+    schema=st.recursive(st.booleans() | st.just({}) | nodes(st.booleans()), nodes, max_leaves=5),
+    values=st.lists(VALUES, min_size=40, max_size=40),
+)
+def test_whatever_is_served_means_what_it_meant(schema, values):
+    """The jsonschema library is the judge of both."""
+    try:
+        rewritten = core(schema)
+    except SchemaError:
+        return
+    for value in values:
+        assert is_valid(rewritten, value) == is_valid(schema, value), (rewritten, value)
 
 
 @pytest.mark.parametrize("name", CORPORA)
