@@ -12,6 +12,7 @@ import re
 import resource
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,7 +69,7 @@ def compiled(compiler: "xgrammar.GrammarCompiler", job: Constraint) -> "xgrammar
 
     match job.kind:
         case "json_schema":
-            schema = core_schema(job.text)
+            schema = json.dumps(_core(job.text))
             source = _strict(Grammar.from_json_schema(schema, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE))
         case "json_object":
             schema = '{"type": "object"}'
@@ -96,6 +97,33 @@ def _strict(grammar: "xgrammar.Grammar") -> "xgrammar.Grammar":
     return type(grammar).deserialize_json(text)
 
 
+def _core(text: str) -> Any:
+    """The schema in the core language. Raises SchemaError, also for a pattern that XGrammar 0.2.9 does not hold to what
+    a JSON string may have: where nothing is left of a part of it, as of [\\\\], it lets quotes stand.
+    """
+    from xgrammar import Grammar
+
+    schema = json.loads(core_schema(text))
+    for pattern in set(_patterns(schema)):
+        alone = Grammar.from_json_schema(json.dumps({"type": "string", "pattern": pattern}), strict_mode=False)
+        if "json_string=true" not in str(alone):
+            raise SchemaError("", f"the pattern {pattern!r:.80} is not served")
+    return schema
+
+
+def _patterns(node: Any) -> Iterator[str]:
+    """Those in a node of the core language."""
+    if isinstance(node, list):
+        for part in node:
+            yield from _patterns(part)
+    elif isinstance(node, dict):
+        yield from (node["pattern"],) if "pattern" in node else ()
+        yield from node.get("patternProperties", ())
+        for word in ("properties", "patternProperties", "$defs"):
+            yield from _patterns(list(node.get(word, {}).values()))
+        yield from _patterns([node.get(word) for word in ("anyOf", "items", "prefixItems", "additionalProperties")])
+
+
 def _with_core_schemas(tag: Any) -> Any:
     """A structural tag, its JSON Schemas rewritten."""
     if isinstance(tag, list):
@@ -103,7 +131,7 @@ def _with_core_schemas(tag: Any) -> Any:
     if not isinstance(tag, dict):
         return tag
     if tag.get("type") == "json_schema":
-        return tag | {"json_schema": json.loads(core_schema(json.dumps(tag["json_schema"])))}
+        return tag | {"json_schema": _core(json.dumps(tag["json_schema"]))}
     return {name: _with_core_schemas(part) for name, part in tag.items()}
 
 

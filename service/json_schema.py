@@ -368,7 +368,9 @@ class _Rewriter:
                     return self._nothing(f"{pointer}/required", f"{name!r:.80} is required but not allowed")
                 properties[name] = further
         made: dict[str, Any] = {"properties": properties} if properties else {}
-        if patterns or (forbidden and further is not False):
+        # XGrammar 0.2.9 takes a name that is not written in plain ASCII for a further one, too.
+        odd = any(json.dumps(name) != f'"{name}"' for name in properties)
+        if patterns or ((forbidden or odd) and further is not False):
             made["patternProperties"] = self._patterns(patterns, [*properties, *forbidden], further, pointer, depth)
             further = False
         if required:

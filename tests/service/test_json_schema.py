@@ -156,6 +156,14 @@ def test_deep_and_wide_schemas_come_to_an_end():
          ['{"a":1,"c":1}'], ["{}", '{"b":1}', '{"b":1,"b":1}']),
         ({"minProperties": 2, "required": ["a"]}, ['{"a":1,"b":1}'], ['{"a":1}', '{"a":1,"a":1}']),
         ({"type": "array", "prefixItems": [{}, False]}, ["[]", "[1]"], ["[1,2]"]),
+        ({"type": "string", "pattern": "^[^é].*ü😀$"},
+         ['"aü😀"', '"日本ü😀"'], ['"éü😀"', '"aü"', '"\\ü😀"', '"a"ü😀"', '"a\nü😀"']),
+        ({"properties": {"größe": {"type": "integer"}}},
+         ['{"größe":1,"größer":"x","é":2}', '{"g":"x"}'], ['{"größe":"x"}', '{"größe":1,"größe":"x"}', '{"":1:2}']),
+        ({"properties": {'a"b': {"type": "integer"}, "c\n": {"type": "null"}}},
+         ['{"a\\"b":1,"c\\n":null,"d":2}', '{"a":"x"}'], ['{"a\\"b":"x"}', '{"c\\n":1}', '{"c\\u000a":1}']),
+        ({"properties": {"ß": {"type": "integer"}}, "required": ["ß"], "additionalProperties": {"type": "null"}},
+         ['{"ß":1,"a":null}'], ["{}", '{"ß":null}', '{"ß":1,"a":1}']),
         (True, ["1", "{}", '"a"'], ["", "x"]),
     ],
 )  # fmt: skip
@@ -261,6 +269,14 @@ def test_a_pattern_lets_through_just_what_it_matches(compiler, pattern):
         for chars in itertools.product("a-x6", repeat=length):
             word = "".join(chars)
             assert follows(grammar, f'"{word}"') == bool(re.fullmatch(pattern, word)), word
+
+
+@pytest.mark.parametrize("pattern", [r"^[\\].*$", r"^\x22.*$", r"^[\n]$", "^[^]$", r"^].*$"])
+def test_a_pattern_that_xgrammar_would_let_quotes_into_is_refused(compiler, pattern):
+    named = {"patternProperties": {pattern: {}}, "additionalProperties": False}
+    for schema in ({"type": "string", "pattern": pattern}, {"items": named}):
+        with pytest.raises(SchemaError, match=r"the pattern .* is not served"):
+            compiled(compiler, Constraint("json_schema", json.dumps(schema)))
 
 
 def test_patterns_are_brought_to_match_the_whole():
