@@ -10,6 +10,7 @@ Rules kept here:
 """
 
 from collections.abc import Iterator
+from itertools import chain
 
 from engine.books import Books
 from engine.request import FinishReason
@@ -101,8 +102,9 @@ class Results(Books):
                 self._taint(later, spoilt, all_of_it=later is step)
         for work in step.works:
             self.cache.withdraw(self._rows[work.row], work.start // self.cache.page_size)
-        rows = dict.fromkeys([work.row for work in step.works] + [sample.row for sample in step.samples])
-        parts = [self._rows[row] for row in rows]
+        # Of what began a row alone, in a static batch, the runner may know nothing.
+        named = [init.row for init in step.inits], [work.row for work in step.works], [one.row for one in step.samples]
+        parts = [self._rows[row] for row in dict.fromkeys(chain(*named))]
         updates = [self._fail(sequence, message) for sequence in parts if not self._is_void(sequence, step)]
         for sequence in list(self._rows.values()):
             if not spoilt.isdisjoint(sequence.pages):

@@ -66,7 +66,7 @@ class StaticScheduler(Scheduler):
         if self._prefilling or longest is None:
             return
         length = len(longest.request.prompt)
-        if longest.num_computed < length:  # it was ended before it was computed
+        if longest in self._leaving and not _has_drawn(longest):
             self._padding = []
         while self._padding and plan.budget:
             chunk = min(self._padding[-1], plan.budget)
@@ -80,8 +80,10 @@ class StaticScheduler(Scheduler):
     def _pad_ended(self, plan: Plan) -> None:
         if plan.works:
             for sequence in self._leaving:
-                plan.works.append(RowWork(sequence.row, max(sequence.num_computed - 1, 0), 1))
-                sequence.last_step = plan.step_id
+                if _has_drawn(sequence):
+                    last = min(sequence.num_computed, len(sequence.tokens)) - 1
+                    plan.works.append(RowWork(sequence.row, last, 1))
+                    sequence.last_step = plan.step_id
 
     def _enqueue(self, siblings: list[Sequence]) -> None:
         for sibling in siblings:
@@ -94,3 +96,8 @@ class StaticScheduler(Scheduler):
     def _in_use(self, sequence: Sequence) -> bool:
         """A row stays until the batch is over."""
         return self.num_running > 0 or super()._in_use(sequence)
+
+
+def _has_drawn(sequence: Sequence) -> bool:
+    """Whether it has computed its prompt; one that ended before may not even have begun its row, in a failed step."""
+    return len(sequence.tokens) > len(sequence.request.prompt)

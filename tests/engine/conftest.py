@@ -332,7 +332,7 @@ class Harness:
         """Schedules and launches a step; collects the oldest if its time has come.
 
         Args:
-            broken: the step raises, when it is collected or (early) when it is launched.
+            broken: the step raises, when it is collected or (early) when it is launched, before it has had any effect.
         """
         step = self.scheduler.schedule()
         for request_id, cached in step.started if step else ():
@@ -341,11 +341,10 @@ class Harness:
             self.order.append(request_id)
         if step is not None:
             self._check_step(step)
-            result = self.runner.execute(step, broken)
             if broken and early:
-                self.runner.uncollected.pop()
                 self._take(self.scheduler.fail(step, "broken"))
             else:
+                result = self.runner.execute(step, broken)
                 self.in_flight.append((step, None if broken else result))
         if self.in_flight and (step is None or len(self.in_flight) > self.depth):
             self.collect()
