@@ -102,8 +102,8 @@ class Results(Books):
                 self._taint(later, spoilt, all_of_it=later is step)
         for work in step.works:
             self.cache.withdraw(self._rows[work.row], work.start // self.cache.page_size)
-        # Of what began a row alone, in a static batch, the runner may know nothing.
-        named = [init.row for init in step.inits], [work.row for work in step.works], [one.row for one in step.samples]
+        # Also of a sequence that only took its row in it, in a static batch: the runner may know nothing of that.
+        named = [work.row for work in step.works], [one.row for one in step.samples], [init.row for init in step.inits]
         parts = [self._rows[row] for row in dict.fromkeys(chain(*named))]
         updates = [self._fail(sequence, message) for sequence in parts if not self._is_void(sequence, step)]
         for sequence in list(self._rows.values()):
