@@ -29,23 +29,21 @@ class Books:
     """Requests, their sequences, and what these hold.
 
     Args:
-        config: how requests are queued and guessed for.
+        config: how requests are queued, guessed for and traced.
         info: the pool, and the most that a step and a sequence may hold.
-        grammars: makes the matchers of requests that have a grammar.
-        tracer: is told what happens to each request.
 
     Attributes:
+        grammars: makes the matchers of requests that have a grammar.
+        tracer: is told what happens to each request.
         cache: the pages and the tree.
         counts: what has happened; those of steps and time are for the core to count.
         draining: no new request is taken.
     """
 
-    def __init__(
-        self, config: EngineConfig, info: CoreInfo, grammars: Grammars | None = None, tracer: Tracer | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, info: CoreInfo) -> None:
         self.draining = False
-        self.grammars = grammars or Grammars()
-        self.tracer = tracer or Tracer(0)
+        self.grammars = Grammars()
+        self.tracer = Tracer(config.trace_requests)
         self.cache = KVCache(info.num_pages, info.page_size, prefix_cache=config.prefix_cache)
         self._config, self._info = config, info
         self._guess = 0 if config.speculative == "off" else config.speculative_length
@@ -72,8 +70,9 @@ class Books:
         """
         try:
             matchers = self._check(request)
-        except RequestRejected:
-            self.counts.requests_rejected += 1
+        except RequestRejected as refused:
+            # Without its grammar it comes again, when that is loaded.
+            self.counts.requests_rejected += refused.reason is not RejectReason.UNKNOWN_GRAMMAR
             raise
         self.counts.requests_accepted += 1
         params, arrival = request.params, self.counts.requests_accepted

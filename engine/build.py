@@ -13,7 +13,6 @@ from engine.model.errors import ModelError
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.static_scheduler import StaticScheduler
-from engine.trace import Tracer
 
 if TYPE_CHECKING:
     from engine.gpu.runner import GpuRunner
@@ -58,7 +57,7 @@ def build_core(config: EngineConfig, *, progress: bool = True) -> tuple[EngineCo
 def new_scheduler(config: EngineConfig, info: CoreInfo) -> Scheduler:
     """An empty scheduler as the settings say, for an engine of this description."""
     kind = StaticScheduler if config.scheduler == "static" else Scheduler
-    return kind(config, info, tracer=Tracer(config.trace_requests))
+    return kind(config, info)
 
 
 def _runner(config: EngineConfig, model: LoadedModel) -> "ModelRunner | GpuRunner":

@@ -27,13 +27,11 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.grammar import Grammars
 from engine.messages import CoreInfo
 from engine.plan import Plan
 from engine.results import Results
 from engine.sequence import Sequence, State
 from engine.step import Draft, PageUpdate, PromptLogprobs, RowInit, RowWork, Sample, Step
-from engine.trace import Tracer
 from engine.waiting import DECODE_WORK, MAX_OVERTAKEN, PREFILL_WORK
 
 WATERMARK = 0.01  # of the pool; at least one page
@@ -55,16 +53,8 @@ class Scheduler(Results):
         watermark: share of the pool to spare when one is admitted beside others (0: none).
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        info: CoreInfo,
-        grammars: Grammars | None = None,
-        tracer: Tracer | None = None,
-        *,
-        watermark: float = WATERMARK,
-    ) -> None:
-        super().__init__(config, info, grammars, tracer)
+    def __init__(self, config: EngineConfig, info: CoreInfo, *, watermark: float = WATERMARK) -> None:
+        super().__init__(config, info)
         self._budget = info.max_num_batched_tokens
         self._reserve = config.reserve_full_length
         self._max_samples = info.max_samples or info.max_num_seqs

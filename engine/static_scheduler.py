@@ -13,25 +13,21 @@ from dataclasses import replace
 from msgspec import structs
 
 from engine.config import EngineConfig
-from engine.grammar import Grammars
 from engine.messages import CoreInfo
 from engine.plan import Plan
 from engine.request import FinishReason
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.step import RowWork, Step
-from engine.trace import Tracer
 
 
 class StaticScheduler(Scheduler):
     """A `Scheduler` (which see for the arguments) that makes its steps batch by batch, without a prefix cache."""
 
-    def __init__(
-        self, config: EngineConfig, info: CoreInfo, grammars: Grammars | None = None, tracer: Tracer | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, info: CoreInfo) -> None:
         rows = min(info.max_num_seqs, info.max_num_batched_tokens)
         config = replace(config, prefix_cache=False, chunked_prefill=True, reserve_full_length=True)
-        super().__init__(config, structs.replace(info, max_num_seqs=rows), grammars, tracer)
+        super().__init__(config, structs.replace(info, max_num_seqs=rows))
         self._longest: Sequence | None = None  # of the batch, by prompt
         self._padding: list[int] = []  # for each shorter prompt: tokens of padding still to compute
 

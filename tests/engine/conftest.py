@@ -263,17 +263,19 @@ class Guesser:
 
 
 def new_scheduler(*, static: bool = False, **settings: object) -> Scheduler:
-    """One of pages of 4 tokens, 64 of them, 8 rows, 32 tokens a step; `settings` of the config, the info or its own."""
+    """One of pages of 4 tokens, 64 of them, 8 rows, 32 tokens a step; `settings` of the config or the info."""
     info = {
         "num_pages": 64, "page_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 128,
         "vocab_size": VOCAB, "eos_token_ids": EOS, "max_samples": 0,
     }  # fmt: skip
-    own = {name: settings.pop(name) for name in ("grammars", "tracer", "watermark") if name in settings}
+    grammars = settings.pop("grammars", None)
     info |= {name: settings.pop(name) for name in info if name in settings}
     length = settings.pop("speculative_length", 0)
     guessing = {"speculative": "ngram", "speculative_length": length} if length else {}
     config = EngineConfig(Path(), **guessing, **settings)
-    return (StaticScheduler if static else Scheduler)(config, CoreInfo(**info), **own)
+    scheduler = (StaticScheduler if static else Scheduler)(config, CoreInfo(**info))
+    scheduler.grammars = grammars or scheduler.grammars
+    return scheduler
 
 
 class Harness:

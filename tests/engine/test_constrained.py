@@ -171,6 +171,7 @@ def test_a_grammar_that_is_not_held_is_refused(harness):
     with pytest.raises(RequestRejected) as caught:
         h.add("a", [1], max_tokens=2, grammar="forgotten")
     assert (caught.value.reason, caught.value.field) == (RejectReason.UNKNOWN_GRAMMAR, "constraint")
+    assert not h.scheduler.stats.requests_rejected, "it comes again"
     assert not h.scheduler.has_work
 
 

@@ -30,7 +30,6 @@ from engine.request import FinishReason, RejectReason, Request, RequestRejected,
 from engine.scheduler import Scheduler
 from engine.step import DeviceLost, Step, StepResult
 from engine.stream import RequestStream
-from engine.trace import Tracer
 
 VOCAB = 97
 EOS = 96
@@ -95,7 +94,7 @@ class Served:
             architecture="Sum",
         )
         self.path = folder / "core.sock"
-        self.core = EngineCore(Scheduler(EngineConfig(Path()), info, tracer=Tracer(4)), self.runner)
+        self.core = EngineCore(Scheduler(EngineConfig(Path(), trace_requests=4), info), self.runner)
         self.server = CoreServer(self.core, info, self.path)
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()

@@ -13,7 +13,6 @@ from engine.messages import CoreInfo
 from engine.request import Request, SamplingParams
 from engine.scheduler import Scheduler
 from engine.step import Step, StepResult
-from engine.trace import Tracer
 
 ROWS, STEPS = 512, 64
 
@@ -38,7 +37,7 @@ def test_a_token_takes_at_most_3_us_of_the_core(kept):
         vocab_size=100, max_model_len=4096, eos_token_ids=[], page_size=16, num_pages=20_000,
         max_num_seqs=ROWS, max_num_batched_tokens=16_384,
     )  # fmt: skip
-    scheduler = Scheduler(EngineConfig(Path()), info, tracer=Tracer(kept))
+    scheduler = Scheduler(EngineConfig(Path(), trace_requests=kept), info)
     core, encode = EngineCore(scheduler, Instant()), msgspec.msgpack.Encoder().encode
     for number in range(ROWS):
         core.scheduler.add(Request(str(number), (number % 100,) * 17, SamplingParams(max_tokens=1000)))

@@ -9,18 +9,17 @@ from engine.request import FinishReason
 from engine.trace import MAX_EVENTS, STEPS_PER_REQUEST, Tracer
 
 
-def told(tracer, request_id):
+def told(engine, request_id):
     """Kinds and attributes of a request's events, in order."""
-    return [(event.kind, event.attributes) for event in tracer.request(request_id)]
+    return [(event.kind, event.attributes) for event in engine.scheduler.tracer.request(request_id)]
 
 
 def test_the_life_of_a_request(harness):
     """10 tokens in chunks of 8 and 2, three tokens out, pages of 4: two full ones and a part of a third."""
-    tracer = Tracer(8)
-    engine = harness(max_num_batched_tokens=8, tracer=tracer)
+    engine = harness(max_num_batched_tokens=8, trace_requests=8)
     engine.add("a", range(10), max_tokens=3, ignore_eos=True, marks=(("tokenized", 0.5),))
     engine.run()
-    assert told(tracer, "a") == [
+    assert told(engine, "a") == [
         ("arrived", {}),
         ("tokenized", {}),
         ("queued", {"prompt_tokens": 10, "n": 1, "ahead": 0}),
@@ -33,31 +32,29 @@ def test_the_life_of_a_request(harness):
     ]
     engine.add("b", [*range(8), 40, 41], max_tokens=1, ignore_eos=True)
     engine.run()
-    assert ("admitted", {"index": 0, "row": 0, "cached_tokens": 8, "cached_pages": 2}) in told(tracer, "b")
+    assert ("admitted", {"index": 0, "row": 0, "cached_tokens": 8, "cached_pages": 2}) in told(engine, "b")
 
 
 def test_preemption_and_abort_are_told(harness):
-    tracer = Tracer(8)
-    engine = harness(num_pages=8, max_num_batched_tokens=64, prefix_cache=False, tracer=tracer)
+    engine = harness(num_pages=8, max_num_batched_tokens=64, prefix_cache=False, trace_requests=8)
     for name in ("a", "b"):
         engine.add(name, [1] * 10, max_tokens=16, ignore_eos=True)
     while not engine.scheduler.stats.preemptions:
         engine.turn()
     engine.abort("a")
     engine.run()
-    kinds = [kind for kind, _ in told(tracer, "b")]
+    kinds = [kind for kind, _ in told(engine, "b")]
     assert kinds[kinds.index("preempted") :] == ["preempted", "released", "admitted", "prefill", "finished", "released"]
-    assert dict(told(tracer, "a"))["finished"]["reason"] == "ABORT"
+    assert dict(told(engine, "a"))["finished"]["reason"] == "ABORT"
 
 
 def test_siblings_are_told_apart(harness):
-    tracer = Tracer(8)
-    engine = harness(tracer=tracer)
+    engine = harness(trace_requests=8)
     engine.add("a", range(6), n=2, max_tokens=2, ignore_eos=True)
     engine.run()
-    ends = [attributes["index"] for kind, attributes in told(tracer, "a") if kind == "finished"]
+    ends = [attributes["index"] for kind, attributes in told(engine, "a") if kind == "finished"]
     assert sorted(ends) == [0, 1]
-    assert [kind for kind, _ in told(tracer, "a")].count("prefill") == 1, "the prompt is computed once"
+    assert [kind for kind, _ in told(engine, "a")].count("prefill") == 1, "the prompt is computed once"
 
 
 def test_little_is_kept():
@@ -76,8 +73,7 @@ def test_little_is_kept():
 
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_steps_are_told_with_their_times(harness, overlap):
-    tracer = Tracer(8)
-    engine = harness(max_num_batched_tokens=8, tracer=tracer, check=False)
+    engine = harness(max_num_batched_tokens=8, trace_requests=8, check=False)
     engine.add("a", range(10), max_tokens=3, ignore_eos=True)
 
     def launch(step):
@@ -95,7 +91,7 @@ def test_steps_are_told_with_their_times(harness, overlap):
     while core.has_work:
         updates += core.turn().updates
     assert updates[-1].finish is FinishReason.ERROR
-    steps = sorted(tracer.steps, key=lambda step: step.step_id)
+    steps = sorted(engine.scheduler.tracer.steps, key=lambda step: step.step_id)
     assert [(step.rows, step.tokens, step.samples, step.admitted, step.error) for step in steps] == [
         (1, 8, 0, 1, ""), (1, 2, 1, 0, ""), (1, 1, 1, 0, ""), (1, 1, 1, 0, "broken"),
     ]  # fmt: skip
