@@ -99,7 +99,7 @@ class Sampler:
         self._device = device
         self._processors = tuple(processors)
         # On the host: the device is never asked which stages a step needs, and is given what those need.
-        self._inits: dict[int, RowInit] = {}
+        self._params: dict[int, SamplingParams] = {}
         self._uses = np.zeros(max_num_seqs, dtype=np.uint8)
         self._masked_until = np.zeros(max_num_seqs, dtype=np.int64)  # the row's length once min_tokens are generated
         self._stop_ids = [np.empty(0, dtype=np.int64)] * max_num_seqs
@@ -114,7 +114,7 @@ class Sampler:
         """A sequence takes a row, its seed set; what the row held before is forgotten."""
         params, row = init.params, init.row
         assert params.seed is not None
-        self._inits[row] = init
+        self._params[row] = params
         self._uses[row] = _uses(params, self._vocab_size)
         self._stop_ids[row] = np.array(init.stop_mask, dtype=np.int64)
         self._masked_until[row] = init.prompt_length + params.min_tokens if init.stop_mask else 0
@@ -274,11 +274,13 @@ class Sampler:
         return self._put(np.repeat(positions, [len(row) for row in chosen])), self._put(np.concatenate(chosen))
 
     def _logits_rows(self, rows: Integers, num_tokens: Integers, token_ids: Tensor) -> list[LogitsRow]:
-        known = []
-        for row, length in zip(rows.tolist(), num_tokens.tolist(), strict=True):
-            init = self._inits[row]
-            known.append(LogitsRow(token_ids[row, :length], init.prompt_length, init.index, init.params))
-        return known
+        prompts, indexes = self._prompt_length[rows].tolist(), self._index[rows].tolist()
+        return [
+            LogitsRow(token_ids[row, :length], prompt_length, index, self._params[row])
+            for row, length, prompt_length, index in zip(
+                rows.tolist(), num_tokens.tolist(), prompts, indexes, strict=True
+            )
+        ]
 
     def _put(self, array: Integers | NDArray[np.float32] | NDArray[np.float64]) -> Tensor:
         host = torch.from_numpy(array)

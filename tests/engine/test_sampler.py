@@ -1,6 +1,7 @@
 """The sampler: right distributions, right order of stages, and a row's token that depends on that row alone."""
 
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -281,6 +282,14 @@ def test_rows_with_and_without_features_do_not_touch_each_other():
     rows.add(6, GREEDY)  # the row's next sequence has nothing of the last one
     rows.add(2, GREEDY)
     assert rows.sample(torch.tensor([logits] * 2), [6, 2])[0] == [1, 1]
+
+
+def test_a_row_keeps_no_tokens_on_the_host():
+    """They would stay there long after their request has ended, until another has the row."""
+    tokens = tuple(range(64))
+    held, sampler = sys.getrefcount(tokens), Rows(4).sampler
+    sampler.add_row(RowInit(0, tokens, len(tokens), GREEDY, 0, ()))
+    assert sys.getrefcount(tokens) == held
 
 
 def test_an_empty_step_samples_nothing():
