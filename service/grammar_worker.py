@@ -21,6 +21,7 @@ import msgspec
 from engine.grammar import Vocabulary, tokenizer_info
 from service.flat_schema import SchemaError
 from service.json_schema import core_schema
+from service.patterns import of_a_text
 
 if TYPE_CHECKING:
     import xgrammar
@@ -75,9 +76,9 @@ def compiled(compiler: "xgrammar.GrammarCompiler", job: Constraint) -> "xgrammar
             schema = '{"type": "object"}'
             source = Grammar.from_json_schema(schema, strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE)
         case "structural_tag":
-            source = _strict(Grammar.from_structural_tag(json.dumps(_with_core_schemas(json.loads(job.text)))))
+            source = _strict(Grammar.from_structural_tag(json.dumps(_rewritten(json.loads(job.text)))))
         case "regex":
-            source = Grammar.from_regex(job.text)
+            source = Grammar.from_regex(of_a_text(job.text))
         case "grammar":
             source = Grammar.from_ebnf(job.text)
         case "choices":
@@ -124,15 +125,17 @@ def _patterns(node: Any) -> Iterator[str]:
         yield from _patterns([node.get(word) for word in ("anyOf", "items", "prefixItems", "additionalProperties")])
 
 
-def _with_core_schemas(tag: Any) -> Any:
-    """A structural tag, its JSON Schemas rewritten."""
+def _rewritten(tag: Any) -> Any:
+    """A structural tag, its JSON Schemas and patterns rewritten."""
     if isinstance(tag, list):
-        return [_with_core_schemas(part) for part in tag]
+        return [_rewritten(part) for part in tag]
     if not isinstance(tag, dict):
         return tag
     if tag.get("type") == "json_schema":
         return tag | {"json_schema": _core(json.dumps(tag["json_schema"]))}
-    return {name: _with_core_schemas(part) for name, part in tag.items()}
+    if tag.get("type") == "regex":
+        return tag | {"pattern": of_a_text(tag["pattern"])}
+    return {name: _rewritten(part) for name, part in tag.items()}
 
 
 def alternatives(choices: list[str]) -> str:
