@@ -21,7 +21,7 @@ import msgspec
 from engine.grammar import Vocabulary, tokenizer_info
 from service.flat_schema import SchemaError
 from service.json_schema import core_schema
-from service.patterns import of_a_text
+from service.patterns import PatternError, of_a_text
 
 if TYPE_CHECKING:
     import xgrammar
@@ -65,7 +65,7 @@ class Result(msgspec.Struct, array_like=True):
 
 
 def compiled(compiler: "xgrammar.GrammarCompiler", job: Constraint) -> "xgrammar.CompiledGrammar":
-    """Raises SchemaError, RuntimeError: what XGrammar says of a bad source."""
+    """Raises SchemaError, PatternError, RuntimeError: what XGrammar says of a bad source."""
     from xgrammar import Grammar
 
     match job.kind:
@@ -197,7 +197,7 @@ def _work(connection: socket.socket, compiler: "xgrammar.GrammarCompiler", setup
 def _result(compiler: "xgrammar.GrammarCompiler", job: Constraint, output_bytes: int) -> Result:
     try:
         data = compiled(compiler, job).serialize_json().encode()
-    except (SchemaError, RuntimeError, ValueError) as error:
+    except (SchemaError, PatternError, RuntimeError, ValueError) as error:
         return Result(error=_reason(error))
     except MemoryError:
         return Result(error="its compilation takes more memory than it may")

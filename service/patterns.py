@@ -1,7 +1,7 @@
 """Regular expressions in the compiler's dialect. Those of JSON Schemas match anywhere in a string. Knows no schema."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 
@@ -14,6 +14,7 @@ class PatternError(Exception):
 _UNSAFE = {'"', '\\"', "\\\\", r"\n", r"\r", r"\t", r"\f", r"\v", r"\0", "\n", "\r", "\t"}
 # A piece of a pattern: a class, an escape, or any other character.
 _PIECE = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\.|.", re.DOTALL)
+_ANCHORS = {"^", "$", r"\b", r"\B", r"\A", r"\z", r"\Z"}
 
 
 def anchored(pattern: str) -> str:
@@ -22,24 +23,20 @@ def anchored(pattern: str) -> str:
     Raises:
         PatternError: an anchor within, or a look-around.
     """
-    branches: list[list[str]] = [[]]
-    depth = 0
-    for last, piece in pairwise(["", *_PIECE.findall(pattern)]):
-        depth += (piece == "(") - (piece == ")")
-        if piece == "|" and not depth:
-            branches.append([])
-        else:
-            # XGrammar 0.2.9 takes (ab*)? for (ab*|b*), but not (ab*){0,1}.
-            branches[-1].append("{0,1}" if (last, piece) == (")", "?") else piece)
-    if depth:
-        raise PatternError("its parentheses do not match")
+    branches = list(_branches(pattern))
     if re.search(r"\(\?(?!:)", pattern):
         raise PatternError("groups that begin with (? are not served, but (?:")
     return _ascii("^(?:" + "|".join(_whole(branch) for branch in branches) + ")$")
 
 
 def of_a_text(pattern: str) -> str:
-    """The pattern of a whole text. To XGrammar 0.2.9 a line feed is a . too, and the last a of \\x61a a digit."""
+    """The pattern of a whole text. To XGrammar 0.2.9 a line feed is a . too, and the last a of \\x61a a digit.
+
+    Raises:
+        PatternError: an anchor within, which XGrammar would leave out (and of \\A the backslash alone).
+    """
+    for branch in _branches(pattern):
+        _inner(branch)
     pattern = re.sub(r"(\\\\)|\\x([0-9A-Fa-f]{2})", lambda found: found[1] or f"\\u00{found[2]}", pattern)
     return "".join(r"[^\n]" if piece == "." else piece for piece in _PIECE.findall(pattern))
 
@@ -54,12 +51,35 @@ def _ascii(pattern: str) -> str:
     return re.sub(r"(\\[\0-~])|\\?([^\0-~])", point, pattern)
 
 
-def _whole(pieces: list[str]) -> str:
+def _branches(pattern: str) -> Iterator[list[str]]:
+    """The pieces of each alternative. Raises PatternError."""
+    branch: list[str] = []
+    depth = 0
+    for last, piece in pairwise(["", *_PIECE.findall(pattern)]):
+        depth += (piece == "(") - (piece == ")")
+        if piece == "|" and not depth:
+            yield branch
+            branch = []
+        else:
+            # XGrammar 0.2.9 takes (ab*)? for (ab*|b*), but not (ab*){0,1}.
+            branch.append("{0,1}" if (last, piece) == (")", "?") else piece)
+    if depth:
+        raise PatternError("its parentheses do not match")
+    yield branch
+
+
+def _inner(pieces: list[str]) -> tuple[bool, list[str], bool]:
+    """An alternative without the anchors at its ends, and whether each was there. Raises PatternError: one within."""
     first = bool(pieces) and pieces[0] == "^"
     last = bool(pieces) and pieces[-1] == "$" and len(pieces) > first
     inner = pieces[first : len(pieces) - last]
-    if any(piece in ("^", "$", r"\b", r"\B", r"\A", r"\z", r"\Z") for piece in inner):
-        raise PatternError("an anchor is only served at an end of the pattern")
+    if not _ANCHORS.isdisjoint(inner):
+        raise PatternError("of anchors only ^ and $ are served, at the ends of a pattern")
+    return first, inner, last
+
+
+def _whole(pieces: list[str]) -> str:
+    first, inner, last = _inner(pieces)
     if any(piece in _UNSAFE for piece in inner):
         raise PatternError("quotes, backslashes and control characters are only served in classes such as [^,]")
     text = "".join(inner)

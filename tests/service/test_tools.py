@@ -473,8 +473,9 @@ async def test_a_constraint_leaves_room_for_reasoning_and_calls(make_core, servi
         for schema in ("{", '{"const": "\\ud800"}'):  # the latter is half a character
             error = await refusal(server, request({"tools": []}, json_schema=schema), details)
             assert (error.reason, error.fields) == ("INVALID_GRAMMAR", ["json_schema"])
-        error = await refusal(server, request(regex="("), details)
-        assert (error.reason, error.fields) == ("INVALID_GRAMMAR", ["regex"])
+        for regex in ("(", "a$b"):
+            error = await refusal(server, request(regex=regex), details)
+            assert (error.reason, error.fields) == ("INVALID_GRAMMAR", ["regex"])
         # What the tools' arguments must be is not asked for, so that it cannot be at fault.
         odd = [tool(parameters_json='{"contains": {}}')]
         assert answer(await generate(server, request({"tools": odd}, regex="x")))[0] == "x"
