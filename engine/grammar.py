@@ -203,6 +203,11 @@ class GrammarMatcher:
         return xgrammar.GrammarMatcher(self._grammar.compiled)
 
     @property
+    def latest(self) -> float:
+        """Seconds that the latest token or mask took."""
+        return self._grammar.latest
+
+    @property
     def terminated(self) -> bool:
         """Whether the text is complete and its stop token was accepted: nothing may follow."""
         return bool(self._matcher.is_terminated())
@@ -249,6 +254,7 @@ class GrammarMatcher:
         """
         bits = np.zeros((1, self._words), np.int32)
         if self._grammar.left < 0 or self._full:
+            self._grammar.latest = 0.0
             return bytes(bits.nbytes)
         self._grammar.left += _TOKEN_SECONDS
         try:

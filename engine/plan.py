@@ -1,9 +1,11 @@
-"""The step in the making. Plain data: no decisions."""
+"""The step in the making, and what may still be added to it. Plain data."""
 
 from dataclasses import dataclass, field, fields
 
 from engine.sequence import Sequence
 from engine.step import Draft, PageUpdate, PromptLogprobs, RowInit, RowWork, Sample, Step
+
+FOLLOWING = 1.0  # seconds of a step in which grammars are followed: 0.1 is common for 1,024 rows
 
 _PARTS = tuple(part.name for part in fields(Step) if part.name != "step_id")
 
@@ -18,6 +20,7 @@ class Plan:
         moving: tokens of the sequences that may still take a row.
         reading: tokens of prompts that may still be read for guesses.
         room: guesses for which a sequence may yet wait.
+        following: seconds that grammars may still be followed.
         guessing: decoding sequences whose next tokens may be guessed.
         started: as in Step.
     """
@@ -28,6 +31,7 @@ class Plan:
     moving: int = 0
     reading: int = 0
     room: int = 0
+    following: float = FOLLOWING
     inits: list[RowInit] = field(default_factory=list)
     page_updates: list[PageUpdate] = field(default_factory=list)
     works: list[RowWork] = field(default_factory=list)
@@ -40,11 +44,17 @@ class Plan:
     guessing: list[Sequence] = field(default_factory=list)
     started: list[tuple[str, int]] = field(default_factory=list)
 
-    def draw(self, row: int, mask: bytes | None) -> None:
-        """A token is drawn for the row from the last work, of those that the mask allows (None: all)."""
+    def may_draw(self, sequence: Sequence) -> bool:
+        """Whether the sequence may draw a token: where it follows a grammar, only as long as there is time for it."""
+        return self.following > 0 or sequence.matcher is None
+
+    def draw(self, sequence: Sequence, mask: bytes | None) -> None:
+        """The sequence draws a token from the last work, of those that the mask allows (None: all)."""
         if mask is not None:
             self.masks.append((len(self.samples), mask))
-        self.samples.append(Sample(len(self.works) - 1, row))
+        self.samples.append(Sample(len(self.works) - 1, sequence.row))
+        if sequence.matcher is not None:
+            self.following -= sequence.matcher.latest
 
     def step(self) -> Step:
         """What has been planned."""

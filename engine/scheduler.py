@@ -18,6 +18,7 @@ Rules kept here (more are in `engine.books` and `engine.results`):
 - With full-length reservation a sequence gets, when it is admitted, the pages of its prompt and all its max_tokens, as
   engines without paging do, and never lacks one afterwards.
 - Tokens of a prompt whose logprobs are still to be reported are computed, never matched.
+- Grammars are followed for FOLLOWING seconds of a step, in the order of admission; the others wait for the next one.
 - Without chunked prefill, prompts come before decodes and wait for a step that takes them whole; only a prompt beyond
   the whole budget is cut.
 """
@@ -122,7 +123,7 @@ class Scheduler(Results):
             # The plain constructor of a tuple: a named one's own takes three times as long, for every token.
             works.append(_tuple(RowWork, (row, position, 1)))
             if special:
-                plan.draw(row, sequence.mask())
+                plan.draw(sequence, sequence.mask())
                 if sequence.ngrams is not None and sequence.num_tokens == len(sequence.tokens):
                     plan.guessing.append(sequence)
             else:
@@ -141,10 +142,11 @@ class Scheduler(Results):
 
         With a grammar it has to, since that token says what may come, and so it has while guesses may yet be accepted.
         Where guesses go well (`engine.ngram`) it does better to, since they follow its latest token. But only so many
-        wait as all their guesses have room for: the others would lose the overlap of steps for nothing.
+        wait as all their guesses have room for: the others would lose the overlap of steps for nothing. And where the
+        grammars before it have taken the step's time, it waits for the next one.
         """
         if sequence.num_tokens == len(sequence.tokens):
-            return False
+            return not plan.may_draw(sequence)
         ngrams, waits = sequence.ngrams, sequence.matcher is not None or sequence.guessed
         if ngrams is not None:
             if not waits and plan.room > 0:
@@ -166,7 +168,7 @@ class Scheduler(Results):
         for sequence in plan.guessing:
             room = min(plan.budget, self._max_samples - len(plan.samples), sequence.max_length - sequence.num_tokens)
             start, row, ngrams = sequence.num_computed, sequence.row, sequence.ngrams
-            if room <= 0 or ngrams is None:
+            if room <= 0 or ngrams is None or not plan.may_draw(sequence):
                 continue
             plan.reading = ngrams.follow(plan.reading)
             held = len(sequence.pages) * page_size - start
@@ -181,7 +183,7 @@ class Scheduler(Results):
                 self._lengthen(plan, sequence, missing)
             for place, mask in enumerate(masks, start):
                 plan.works.append(RowWork(row, place, 1))
-                plan.draw(row, mask)
+                plan.draw(sequence, mask)
             plan.drafts.append(Draft(row, start, guesses[:count]))
             sequence.guessed = True
             plan.budget -= count
@@ -190,7 +192,7 @@ class Scheduler(Results):
 
     def _prefill(self, plan: Plan) -> None:
         for sequence in sorted(self._prefilling, key=_left):
-            if plan.budget and sequence.state is State.RUNNING:
+            if plan.budget and sequence.state is State.RUNNING and plan.may_draw(sequence):
                 self._compute(plan, sequence)
 
     def _admit(self, plan: Plan, goes: Callable[[Sequence], bool] = lambda _: True) -> None:
@@ -199,7 +201,8 @@ class Scheduler(Results):
         candidates = self._waiting.candidates(goes)
         while self._free_rows and plan.budget and plan.moving > 0 and not plan.short:
             sequence = next(candidates, None)
-            if sequence is None or sequence.row >= 0:  # a step in flight uses what it held
+            # A step in flight may use what it held.
+            if sequence is None or sequence.row >= 0 or not plan.may_draw(sequence):
                 return
             if self._fits(plan, sequence):
                 overtaken = {*passed, *self._waiting.remove(sequence)}
@@ -298,7 +301,7 @@ class Scheduler(Results):
 
     def _draw(self, plan: Plan, sequence: Sequence) -> None:
         """The sequence draws its first token in this row, from the work planned last."""
-        plan.draw(sequence.row, sequence.mask())
+        plan.draw(sequence, sequence.mask())
         sequence.num_tokens += 1
         sequence.last_step = plan.step_id
         self._decoding[sequence] = None
@@ -309,7 +312,8 @@ class Scheduler(Results):
         # Full pages are shared.
         wanted = len(leader.pages) - leader.num_computed // self.cache.page_size if self._reserve else 1
         shared = leader.node is not None  # so that it finds the prompt again
-        if self._free_rows and self.cache.available - wanted >= self._watermark and (plan.moving > 0 or not shared):
+        fits = self._free_rows and self.cache.available - wanted >= self._watermark and plan.may_draw(sibling)
+        if fits and (plan.moving > 0 or not shared):
             plan.copies += self.cache.fork(leader, sibling)
             self._occupy(plan, sibling)
             self._draw(plan, sibling)

@@ -42,10 +42,11 @@ class Counting:
     """A grammar of `length` tokens of which the i-th is i modulo 5, and then the end.
 
     Refuses by itself whatever it has not allowed; `broken_at` makes it refuse a right one, `empty_at` allow none.
+    Says that each mask takes `takes` seconds.
     """
 
-    def __init__(self, length: int, broken_at: int = -1, empty_at: int = -1) -> None:
-        self.length, self.broken_at, self.empty_at = length, broken_at, empty_at
+    def __init__(self, length: int, broken_at: int = -1, empty_at: int = -1, takes: int = 0) -> None:
+        self.length, self.broken_at, self.empty_at, self.latest = length, broken_at, empty_at, float(takes)
         self.tokens: list[int] = []
         self.terminated = False
 

@@ -157,6 +157,25 @@ def test_a_failed_step_leaves_the_matchers_of_others_as_they_are(harness, depth)
         assert h.finish[name, 0] is FinishReason.ERROR or follows(h.tokens[name, 0], length)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("guessed", [0, 3])
+def test_grammars_that_take_long_share_the_time_of_a_step(harness, depth, guessed):
+    """A mask takes a second: each step makes one, and whoever has no grammar goes on in every step."""
+    h = harness(depth=depth, grammars=harness.Source(), num_pages=200, speculative_length=guessed)
+    for number in range(3):
+        h.add(f"r{number}", range(number, number + 5), n=2, seed=number, max_tokens=20, grammar="5 takes=1")
+    h.add("free", range(20, 30), max_tokens=20, ignore_eos=True)
+    h.run().check_outputs()
+    drafted = [sum(len(draft.tokens) for draft in step.drafts) for step in h.steps]
+    assert max(len(step.masks) - more for step, more in zip(h.steps, drafted, strict=True)) == 1
+    assert sum(len(step.masks) for step in h.steps) > 3 * 2 * 5
+    rows = {init.row for step in h.steps for init in step.inits if 20 in init.tokens}
+    taking_part = [not rows.isdisjoint(work.row for work in step.works) for step in h.steps]
+    first = taking_part.index(True)
+    if not guessed:
+        assert taking_part[first : first + 20] == [True] * 20
+
+
 def test_a_static_batch_follows_its_grammars_too(harness):
     h = harness(static=True, grammars=harness.Source())
     h.add("a", range(5), max_tokens=20, grammar="4")

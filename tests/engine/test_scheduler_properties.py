@@ -55,7 +55,7 @@ def machine(harness, *, static: bool) -> type[RuleBasedStateMachine]:
             ignore_eos=st.booleans(),
             top_logprobs=st.sampled_from([None, None, 0, 2]),
             prompt_logprobs=st.sampled_from([None, None, None, 0, 1]),
-            grammar=st.sampled_from(["", "", "", "3", "9"]),
+            grammar=st.sampled_from(["", "", "", "3", "9", "4 takes=1"]),
         )
         def add(self, shared, own, seed, **drawn):
             prompt = BASE[:shared] + own
