@@ -99,7 +99,7 @@ class WholeAnswer(Response):
     media_type = "application/json"
 
     def __init__(self, pieces: Sequence[bytes | bytearray]) -> None:
-        super().__init__(headers={"content-length": str(sum(map(len, pieces)))}, media_type=self.media_type)
+        super().__init__(headers={"content-length": str(sum(map(len, pieces)))})
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
