@@ -108,6 +108,8 @@ class Answer:
             match event.WhichOneof("event"):
                 case "delta":
                     delta = event.delta
+                    if first + delta.index not in self._open_choices:
+                        raise self._broken()
                     if self.first_text_at is None and (delta.text or delta.reasoning or delta.tool_calls):
                         self.first_text_at = time.monotonic()
                     return first + delta.index, delta

@@ -109,4 +109,5 @@ async def on_crash(request: Request, error: Exception) -> Response:
     """A fault of the gateway's own; the server logs its traceback."""
     crash = internal_error().response()
     crash.headers["x-request-id"] = request.state.request_id
+    crash.headers["connection"] = "close"  # as the server does then
     return crash

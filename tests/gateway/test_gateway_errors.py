@@ -5,6 +5,9 @@ import json
 import grpc
 import openai
 import pytest
+from starlette.requests import Request
+
+from gateway.app import on_crash
 
 Code = grpc.StatusCode
 INVALID = "invalid_request_error"
@@ -200,24 +203,33 @@ def test_the_client_s_exceptions(gateway, engine, kit, stream):
             assert caught.value.body["message"]
 
 
-@pytest.mark.parametrize("missing", ["finished", "usage", "everything", "reason"])
+@pytest.mark.parametrize("missing", ["finished", "usage", "everything", "reason", "order", "choice"])
 def test_a_stream_that_ends_well_but_lacks_something_is_an_error(http, start_gateway, engine, kit, missing, tmp_path):
     async def script(request, context):
         yield kit.accepted()
         if missing == "everything":
             return
-        yield kit.delta("x")
+        yield kit.delta("x", 1 if missing == "choice" else 0)
         if missing != "finished":
             yield kit.finished(reason=0 if missing == "reason" else 1)
+        if missing == "order":
+            yield kit.delta("x")
         if missing != "usage":
             yield kit.usage()
 
     engine.script = script
     with start_gateway(engines=[engine.address]) as gateway:
-        assert http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT).status_code == 500
+        assert http.post(f"{gateway}/v1/responses", json={"input": "x"}).status_code == 500
         answer = http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT | {"stream": True})
         assert kit.events(answer.text)[-1]["error"]["code"] == "internal_error"
     assert (tmp_path / "gateway.log").read_text().count("the engine's stream for request r1 breaks the contract") == 2
+
+
+async def test_a_fault_of_the_gateway_s_own_ends_its_connection():
+    """The server closes it, so that the client must not send its next request on it."""
+    request = Request({"type": "http", "state": {"request_id": "a"}})
+    answer = await on_crash(request, ValueError())
+    assert (answer.status_code, answer.headers["connection"], answer.headers["x-request-id"]) == (500, "close", "a")
 
 
 def test_an_engine_that_does_not_accept_is_an_error(http, gateway, engine, kit):
