@@ -266,10 +266,8 @@ class GrammarMatcher:
             return None
         bits[0, -1] &= self._last_word
         if barred:
-            rest = bits.copy()
-            flat = rest.view(np.uint32)[0]
-            for token in barred:
-                flat[token // 32] &= ~np.uint32(1 << token % 32)
+            rest, ids = bits.copy(), np.fromiter(barred, np.uint32)
+            np.bitwise_and.at(rest.view(np.uint32)[0], ids // 32, ~(np.uint32(1) << ids % 32))
             if rest.any():
                 bits = rest
         return bits.tobytes()
