@@ -25,7 +25,7 @@ help: ## Lists the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 serve: .venv/serve.stamp ## Engine and gateway on this machine: MODEL=... PORT=8000 GRPC_PORT=50051 SERVE_ARGS="--dtype float32"
-	@exec $(BIN)/fulcrum serve --port $(PORT) --grpc-port $(GRPC_PORT) $(SERVE_ARGS) $(MODEL)
+	@exec $(BIN)/fulcrum serve --port $(PORT) --grpc-port $(GRPC_PORT) $(SERVE_ARGS) $(if $(MODEL),"$(MODEL)")
 
 test: .venv/dev.stamp ## The test suite (no GPU, no network)
 	@$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile -m "not full and not gpu" $(PYTEST_ARGS)

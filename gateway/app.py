@@ -93,7 +93,11 @@ async def on_api_error(request: Request, error: Exception) -> Response:
 async def on_http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and methods."""
     assert isinstance(error, HTTPException)
-    where = f"{request.method} {request.url.path:.200}"
+    path = request.url.path
+    # A base URL without /v1, with two of them, or with a slash behind.
+    meant = {f"/v1{path}", path.removeprefix("/v1"), path.removesuffix("/")} - {path, ""}
+    known = sorted(meant.intersection(getattr(route, "path", "") for route in request.app.routes))
+    where = f"{request.method} {path:.200}" + (f": call {known[0]}" if known else "")
     message = f"There is no {where}." if error.status_code in (404, 405) else str(error.detail)
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
     return JSONResponse(ApiError(error.status_code, message, code=code).body(), error.status_code, error.headers)

@@ -243,3 +243,20 @@ def test_prometheus_asks_those_that_compose_starts_and_the_alerts_watch_them(mon
     assert service["secrets"] == [secret]
     assert config["scrape_configs"][1]["authorization"] == {"credentials_file": f"/run/secrets/{secret}"}
     assert COMPOSE["secrets"][secret] == {"environment": "FULCRUM_API_KEY"}
+
+
+@pytest.mark.parametrize(("model", "words"), [("", []), ("/my models/a b", ["/my models/a b"])])
+def test_make_serve_hands_a_model_on_as_one_word(model: str, words: list[str]) -> None:
+    command = [
+        "make",
+        "-n",
+        "-o",
+        ".venv/serve.stamp",
+        "serve",
+        f"MODEL={model}",
+        "PORT=1",
+        "GRPC_PORT=2",
+        "SERVE_ARGS=",
+    ]
+    line = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shlex.split(line.partition("--grpc-port 2")[2]) == words

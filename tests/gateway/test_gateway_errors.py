@@ -270,6 +270,12 @@ def test_unknown_paths_and_methods(http, gateway, method, path, status, code):
         assert answer.headers["allow"]
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completions/"])
+def test_a_base_url_that_is_a_little_wrong_is_told_the_right_path(http, gateway, path):
+    message = http.post(f"{gateway}{path}", json={}).json()["error"]["message"]
+    assert message == f"There is no POST {path}: call /v1/chat/completions."
+
+
 @pytest.mark.parametrize("path", ["/", "/v1/models/", "/v1/responses/"])
 def test_a_long_path_does_not_come_back_whole(http, gateway, path):
     answer = http.get(f"{gateway}{path}{'x' * 60_000}")
