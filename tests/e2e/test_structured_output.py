@@ -134,7 +134,7 @@ async def test_what_ends_it_early_and_what_is_combined(client: openai.AsyncOpenA
     [
         ({"response_format": response_format({"type": "array", "uniqueItems": True})},
          "response_format.json_schema.schema", "/uniqueItems: uniqueItems is not served"),
-        ({"extra_body": {"guided_regex": "("}}, "guided_regex", "parenthesis"),
+        ({"extra_body": {"guided_regex": "("}}, "guided_regex", "parentheses"),
         ({"extra_body": {"guided_json": "{"}}, "guided_json", "not valid JSON"),
     ],
 )  # fmt: skip
