@@ -95,7 +95,6 @@ class CoreServer:
         self._selector.register(self._wake_out, selectors.EVENT_READ, self._woken)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._loaded: queue.SimpleQueue[tuple[_Connection, int, str]] = queue.SimpleQueue()
-        self._lifeline = lifeline
         if lifeline is not None:
             self._selector.register(lifeline, selectors.EVENT_READ, self.stop)
 

@@ -201,9 +201,10 @@ class Scheduler(Results):
         candidates = self._waiting.candidates(goes)
         while self._free_rows and plan.budget and plan.moving > 0 and not plan.short:
             sequence = next(candidates, None)
-            # A step in flight may use what it held.
-            if sequence is None or sequence.row >= 0 or not plan.may_draw(sequence):
+            if sequence is None or sequence.row >= 0:  # a step in flight uses what it held
                 return
+            if not plan.may_draw(sequence):
+                continue
             if self._fits(plan, sequence):
                 overtaken = {*passed, *self._waiting.remove(sequence)}
                 self._start(plan, sequence)
