@@ -83,6 +83,8 @@ class ApiError(Exception):
             headers["retry-after"] = str(self.retry_after)
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
+        if self.status in (409, 501):  # what an operator has ended, OpenAI's clients would send again
+            headers["x-should-retry"] = "false"
         if self.status == 408:  # the rest may still come
             headers["connection"] = "close"
         return JSONResponse(self.body(), self.status, headers)

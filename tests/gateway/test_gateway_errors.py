@@ -186,6 +186,17 @@ def test_the_client_raises_on_an_error_event(gateway, engine, kit):
         assert caught.value.code == "aborted"
 
 
+def test_the_client_does_not_send_again_what_an_operator_has_ended(gateway, engine, kit):
+    engine.script = kit.refuses(Code.ABORTED, "by an operator", after=[kit.accepted(), kit.delta("x")])
+    with openai.OpenAI(base_url=f"{gateway}/v1", api_key="any") as client:
+        with pytest.raises(openai.ConflictError, match="by an operator"):
+            client.chat.completions.create(**kit.CHAT)
+        assert len(engine.calls) == 1
+        with pytest.raises(openai.InternalServerError, match="not served") as caught:
+            client.embeddings.create(model="any", input="x")
+        assert caught.value.response.headers["x-should-retry"] == "false"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_client_s_exceptions(gateway, engine, kit, stream):
     cases = [
