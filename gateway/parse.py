@@ -29,9 +29,6 @@ def parse(kind: type[B], fields: dict[str, Any]) -> B:
         if not any(type(known[name]) is type(idle) and known[name] == idle for idle in kind.unserved[name]):
             raise ApiError(400, f"'{name}' is not supported yet.", param=name, code="unsupported_parameter")
         del known[name]
-    # Before pydantic gathers every one of them.
-    if unknown := next((name for name in known if name not in kind.model_fields), None):
-        raise unknown_field(unknown[:200])
     try:
         return kind.model_validate(known)
     except ValidationError as error:
@@ -42,11 +39,6 @@ def parse_tokenize(fields: dict[str, Any]) -> TokenizeChatRequest | TokenizeText
     """Validates the fields of POST /tokenize, whose kind shows in them. Raises: ApiError 400."""
     text = fields.get("messages") is None
     return parse(TokenizeTextRequest, fields) if text else parse(TokenizeChatRequest, fields)
-
-
-def unknown_field(param: str) -> ApiError:
-    """The answer to a field that is neither served nor ignored."""
-    return ApiError(400, f"Unknown field '{param}'.", param=param, code="unknown_parameter")
 
 
 def first_fault(error: ValidationError) -> ApiError:
@@ -60,7 +52,7 @@ def first_fault(error: ValidationError) -> ApiError:
             param += f".{key}" if param else key
     param = param[:200]
     if fault["type"] == "extra_forbidden":
-        return unknown_field(param)
+        return ApiError(400, f"Unknown field '{param}'.", param=param, code="unknown_parameter")
     if fault["type"] == "missing":
         return ApiError(400, f"'{param}' is required.", param=param, code="missing_required_parameter")
     return invalid(param, fault["msg"].removeprefix("Value error, "))
