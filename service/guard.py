@@ -6,8 +6,8 @@ else that escapes it is INTERNAL with a generic message, and the story in the lo
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
@@ -32,6 +32,8 @@ _MAX_FIELDS = 1 << 17
 _ARRIVAL_SECONDS = 120.0
 # Probes carry no credentials, and learn nothing but the status of the server as a whole.
 _OPEN_SERVICE = "/grpc.health.v1.Health/"
+# They may hold so many calls open (Watch) at once: each takes 20 KB, and a connection brings any number of them.
+_MAX_UNKNOWN_WATCHES = 1024
 
 Handler = Callable[[Any, Context], Awaitable[Any]]
 MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
@@ -48,6 +50,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
     check: Callable[[Metadata], object]
     figures: Figures
+    _watches: set[Context] = field(default_factory=set, init=False)  # of callers without a key
 
     async def intercept_service(
         self,
@@ -64,7 +67,7 @@ class Guard(grpc.aio.ServerInterceptor):
         except ApiError as error:
             # As a stream, whatever it is: no message is read, and so none is kept, for a caller without a key.
             if method.startswith(_OPEN_SERVICE):
-                unread = partial(_unread, self._wrap(method, handler, _nothing))
+                unread = partial(self._unread, method, self._wrap(method, handler, _nothing))
                 return grpc.stream_stream_rpc_method_handler(unread, None, serialized)
             return grpc.stream_stream_rpc_method_handler(partial(self._refuse, method, error))
         if handler.request_streaming:  # reflection: it has no messages of ours to guard
@@ -133,18 +136,27 @@ class Guard(grpc.aio.ServerInterceptor):
         self.figures.calls.add(method.rpartition("/")[2], refusal.code.name)
         await _abort(context, refusal)
 
+    async def _unread(self, method: str, wrapped: Handler, _: Any, context: Context) -> None:
+        """As if the message had been empty: of Health that asks for the server as a whole."""
+        if method.endswith("/Watch"):  # probes are answered at once, however many there are
+            if len(self._watches) >= _MAX_UNKNOWN_WATCHES:
+                await self._refuse(method, _too_many_watches(), None, context)
+            self._watches.add(context)
+        try:
+            reply = await wrapped(None, context)
+        finally:
+            self._watches.discard(context)
+        if reply is not None:
+            await context.write(reply)
 
-async def _unread(wrapped: Handler, _: Any, context: Context) -> None:
-    """As if the message had been empty: of Health that asks for the server as a whole."""
-    reply = await wrapped(None, context)
-    if reply is not None:
-        await context.write(reply)
 
-
-async def _reflected(behavior: Any, requests: Any, context: Context) -> AsyncIterator[Any]:
+async def _reflected(behavior: Any, requests: Any, context: Context) -> None:
+    """Writes itself what the behavior yields: a caller that has gone then would be a fault of ours to grpc's log."""
     try:
         async for reply in behavior(requests, context):
-            yield reply
+            await context.write(reply)
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError from error
     except DecodeError:
         await _abort(context, _malformed())
 
@@ -173,3 +185,8 @@ async def _abort(context: Context, error: ApiError) -> NoReturn:
 def _malformed() -> ApiError:
     text = "the message is not a valid protobuf message of this RPC"
     return ApiError(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE", text)
+
+
+def _too_many_watches() -> ApiError:
+    text = f"{_MAX_UNKNOWN_WATCHES} callers without a key watch already"
+    return ApiError(grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WATCHES", text)

@@ -160,6 +160,13 @@ async def test_reflection_refuses_what_is_no_message(make_core, serving, details
     assert "DecodeError" not in caplog.text
 
 
+async def test_a_caller_that_goes_while_reflection_answers_is_no_fault(make_core, serving, caplog):
+    async with serving(make_core()) as server:
+        for _ in range(5):
+            (await call_by_hand(server, b"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")).close()
+    assert "Traceback" not in caplog.text
+
+
 @pytest.mark.parametrize("version", ["v1alpha", "v1"])
 async def test_reflection_lists_and_describes(make_core, serving, version):
     async with serving(make_core()) as server:
@@ -245,6 +252,23 @@ async def test_keys(make_core, serving, details, caplog):
         assert (await end_of(reflect(iter([b""])))).code() is grpc.StatusCode.UNAUTHENTICATED
     assert "s3cre" not in caplog.text
     assert "s3cret" not in repr(server.config)
+
+
+async def test_so_many_watch_health_without_a_key_and_no_more(make_core, serving, details, monkeypatch):
+    monkeypatch.setattr("service.guard._MAX_UNKNOWN_WATCHES", 2)
+    async with serving(make_core(), api_keys=("s3cret",)) as server:
+        health, whole = health_pb2_grpc.HealthStub(server.channel), health_pb2.HealthCheckRequest()
+        watches = [health.Watch(whole), health.Watch(whole)]
+        for watch in watches:
+            assert (await watch.read()).status == Status.SERVING
+        error = details(await end_of(health.Watch(whole)))
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_WATCHES")
+        assert await code_of(health.Check(whole)) is grpc.StatusCode.OK
+        assert (await health.Watch(whole, metadata=KEY).read()).status == Status.SERVING
+        watches[0].cancel()
+        async with asyncio.timeout(20):
+            while await code_of(health.Watch(whole).read()) is not grpc.StatusCode.OK:
+                pass
 
 
 # -------------------- the end
