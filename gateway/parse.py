@@ -42,8 +42,11 @@ def parse_tokenize(fields: dict[str, Any]) -> TokenizeChatRequest | TokenizeText
 
 
 def first_fault(error: ValidationError) -> ApiError:
-    """The first validation error, in a sentence that names the field as the caller wrote it."""
-    fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    """The first validation error, in a sentence that names the field as the caller wrote it; a misspelt name before
+    what is missing for it.
+    """
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    fault = next((each for each in faults if each["type"] == "extra_forbidden"), faults[0])
     param = ""
     for key in fault["loc"]:
         if isinstance(key, int):

@@ -457,6 +457,7 @@ def test_bad_fields_are_named(http, gateway, engine, kit, path, fields, param):
         ([{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": "x"}, {"role": "user", "content": "x", "mood": 1}], "messages[1].mood"),
         ([{"role": "assistant", "tool_calls": [{"id": "a"}]}], "messages[0].tool_calls[0].function"),
+        ([{"rol": "user", "content": "x"}], "messages[0].rol"),
     ],
 )
 def test_bad_messages_are_named(http, gateway, engine, messages, param):
@@ -468,6 +469,11 @@ def test_missing_messages_and_prompt(http, gateway):
     for path, name in (("/v1/chat/completions", "messages"), ("/v1/completions", "prompt")):
         error = error_of(post(http, gateway, path, {"model": "m"}))
         assert (error["param"], error["code"]) == (name, "missing_required_parameter")
+
+
+def test_a_misspelt_name_is_told_before_what_is_missing(http, gateway, kit):
+    error = error_of(post(http, gateway, "/v1/chat/completions", {"message": kit.CHAT["messages"]}))
+    assert (error["param"], error["code"]) == ("message", "unknown_parameter")
 
 
 def test_a_field_of_the_other_endpoint_is_unknown(http, gateway, kit):
