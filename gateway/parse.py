@@ -29,6 +29,9 @@ def parse(kind: type[B], fields: dict[str, Any]) -> B:
         if not any(type(known[name]) is type(idle) and known[name] == idle for idle in kind.unserved[name]):
             raise ApiError(400, f"'{name}' is not supported yet.", param=name, code="unsupported_parameter")
         del known[name]
+    # Before pydantic gathers every one of them.
+    if unknown := next((name for name in known if name not in kind.model_fields), None):
+        raise unknown_field(unknown[:200])
     try:
         return kind.model_validate(known)
     except ValidationError as error:
@@ -41,12 +44,14 @@ def parse_tokenize(fields: dict[str, Any]) -> TokenizeChatRequest | TokenizeText
     return parse(TokenizeTextRequest, fields) if text else parse(TokenizeChatRequest, fields)
 
 
+def unknown_field(param: str) -> ApiError:
+    """The answer to a field that is neither served nor ignored."""
+    return ApiError(400, f"Unknown field '{param}'.", param=param, code="unknown_parameter")
+
+
 def first_fault(error: ValidationError) -> ApiError:
-    """The first validation error, in a sentence that names the field as the caller wrote it; a misspelt name before
-    what is missing for it.
-    """
-    faults = error.errors(include_url=False, include_context=False, include_input=False)
-    fault = next((each for each in faults if each["type"] == "extra_forbidden"), faults[0])
+    """The first validation error, in a sentence that names the field as the caller wrote it."""
+    fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
     param = ""
     for key in fault["loc"]:
         if isinstance(key, int):
@@ -55,7 +60,7 @@ def first_fault(error: ValidationError) -> ApiError:
             param += f".{key}" if param else key
     param = param[:200]
     if fault["type"] == "extra_forbidden":
-        return ApiError(400, f"Unknown field '{param}'.", param=param, code="unknown_parameter")
+        return unknown_field(param)
     if fault["type"] == "missing":
         return ApiError(400, f"'{param}' is required.", param=param, code="missing_required_parameter")
     return invalid(param, fault["msg"].removeprefix("Value error, "))
