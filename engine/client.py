@@ -233,8 +233,10 @@ class CoreClient:
     def _send(self, message: messages.ToCore) -> None:
         if self._closed.is_set():
             raise CoreDied("the engine core is gone")
-        # Never awaited: the core reads at every step boundary, and what we send is small.
-        self._writer.write(to_frame(self._encode(message)))
+        # Never awaited: the core reads at every step boundary, and what we send is small. While the connection breaks,
+        # uvloop's would raise, and nobody hears us: `_read` tells everybody.
+        if not self._writer.is_closing():
+            self._writer.write(to_frame(self._encode(message)))
 
     async def _read(self) -> None:
         try:

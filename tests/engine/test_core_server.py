@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 import xgrammar
 
 from engine.client import CoreClient, CoreDied
@@ -398,6 +399,19 @@ async def test_everybody_is_told_when_the_core_goes(served: Served) -> None:
         await client.stats()
     client.abort_soon(stream)
     await client.close()
+
+
+def test_who_asks_while_the_connection_breaks_is_told_that_the_core_is_gone(served: Served) -> None:
+    async def ask() -> None:
+        client = await CoreClient.connect(served.path)
+        client._writer.transport.abort()  # as after a broken pipe
+        await asyncio.sleep(0)  # it is closed, and the client has not been told
+        with pytest.raises(CoreDied):
+            await client.submit(request("a"))
+        await client.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in a service process
+        runner.run(ask())
 
 
 @pytest.mark.parametrize(
