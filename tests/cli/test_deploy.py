@@ -247,6 +247,7 @@ def test_prometheus_asks_those_that_compose_starts_and_the_alerts_watch_them(mon
 
 @pytest.mark.parametrize(("model", "words"), [("", []), ("/my models/a b", ["/my models/a b"])])
 def test_make_serve_hands_a_model_on_as_one_word(model: str, words: list[str]) -> None:
-    command = ["make", "-n", "-o", ".venv/serve.stamp", "serve", "GRPC_PORT=2", "SERVE_ARGS=", f"MODEL={model}"]
+    quiet = ["make", "-n", "--no-print-directory", "-o", ".venv/serve.stamp"]  # make test runs this test, too
+    command = [*quiet, "serve", "GRPC_PORT=2", "SERVE_ARGS=", f"MODEL={model}"]
     line = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert shlex.split(line.partition("--grpc-port 2")[2]) == words
