@@ -160,8 +160,9 @@ class ModelRunner:
         last = np.empty_like(ends)
         last[order] = ends - 1
         # Siblings share the logits of one work: computed once, repeated for each.
-        used, which = np.unique([sample.work for sample in step.samples], return_inverse=True)
-        drawn_from = torch.from_numpy(last[used.astype(np.int64)]).to(self.device)
+        works = np.array([sample.work for sample in step.samples], np.int64)
+        used, which = np.unique(works, return_inverse=True)
+        drawn_from = torch.from_numpy(last[used]).to(self.device)
         if not step.prompt_logprobs:
             hidden = self._decoder.forward(tokens, positions, self._kv_cache, plan, drawn_from)
             return list(self._sample(hidden, which, step))

@@ -34,8 +34,8 @@ class GatewayConfig:
         cors_origins: origins that browsers may call from ("*": any).
         request_timeout: longest life of a request, seconds (None: no limit). A caller may ask for less.
         heartbeat_seconds: a silent event stream carries blank lines this often.
-        arrival_seconds: a request's headers may take so long to come, and then its body; and a client may take so long
-            nothing of its answer.
+        arrival_seconds: a request's headers may take so long to come, and then its body; and its client may be so long
+            in taking what lies ready of the answer.
         max_body_bytes: largest request body.
         max_prompts: most prompts in one completions call.
         channels_per_engine: connections to each engine (several reach the processes behind one port).

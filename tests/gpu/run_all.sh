@@ -19,7 +19,7 @@ run python -m pytest -q -m "not full" tests/engine/model
 if command -v compute-sanitizer > /dev/null; then
     memcheck() { run compute-sanitizer --tool memcheck --target-processes all python -m pytest -q -m "not full" -p no:benchmark tests/kernels "$@"; }
     memcheck -n 8 -k "not hopper_prefill"
-    memcheck -k hopper_prefill  # its instances hang beside each other, under the sanitizer alone
+    memcheck -k hopper_prefill  # one after the other: beside each other they once had not ended after minutes
 fi
 run python tests/gpu/bench_attention.py --output "$results/attention.json"
 run python tests/gpu/bench_sampling.py --output "$results/sampling.json"
