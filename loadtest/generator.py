@@ -73,8 +73,8 @@ def _supervise(
             board.stop.set()
         if len(interrupts) > 1:
             raise KeyboardInterrupt
-        progress(board.ended.value - ended)
-        ended = board.ended.value
+        before, ended = ended, board.ended.value  # read once: it goes on meanwhile
+        progress(ended - before)
     if not outcome.interrupted:
         end = max((record.start + record.latency for record in outcome.records), default=began)
     outcome.duration = max(end - (board.start.value or end), 1e-9)

@@ -81,7 +81,8 @@ class LoadTest:
             times = arrival_times(len(chains), self.rate, self.burstiness, self.sampling.seed)
         date, count = now(), sum(len(chain.prompts) for chain in chains)
         load = Load(times, self.max_concurrency, self.warmups, self.workers, self.seconds, self.give_up)
-        with tqdm(total=count, unit="req", disable=not self.progress) as bar:
+        # miniters=1: what has ended is shown at the next tick, however fast others ended before.
+        with tqdm(total=count, unit="req", miniters=1, disable=not self.progress) as bar:
             outcome = generate(self.target, chains, load, bar.update)
         notes = self._count_tokens(outcome.records, chains)
         notes += [f"warm-up failed, {n} times: {error}" for error, n in Counter(outcome.warmup_errors).items()]
