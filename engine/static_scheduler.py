@@ -52,6 +52,7 @@ class StaticScheduler(Scheduler):
                 break
             self._waiting.remove(sequence)
             self._start(plan, sequence)
+            sequence.last_step = plan.step_id  # though it may compute nothing yet: the step begins its row, or fails to
             batch.append(sequence)
         lengths = [sequence.num_tokens for sequence in batch]
         self._longest = max(batch, key=lambda sequence: sequence.num_tokens, default=None)
@@ -62,7 +63,8 @@ class StaticScheduler(Scheduler):
         if self._prefilling or longest is None:
             return
         length = len(longest.request.prompt)
-        if longest in self._leaving and not _has_drawn(longest):
+        # With nobody left the batch is over, and this row may have gone back.
+        if not self.num_running or (longest in self._leaving and not _has_drawn(longest)):
             self._padding = []
         while self._padding and plan.budget:
             chunk = min(self._padding[-1], plan.budget)

@@ -90,3 +90,21 @@ def test_the_longest_prompt_is_aborted_while_it_is_computed(harness):
     assert len(engine.turn().samples) == 1
     engine.run().check_outputs()
     engine.check_idle()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("turns", range(1, 7))
+def test_a_batch_that_all_leave_while_its_steps_run_is_over(harness, turns, broken):
+    """Its rows go back: none is padded any more, and a step that fails then finds those that it began."""
+    engine = harness(static=True, depth=1, max_num_batched_tokens=8)
+    engine.add("a", prompt(8, 1), max_tokens=3, ignore_eos=True)
+    engine.add("b", prompt(16, 2), n=2, max_tokens=3, ignore_eos=True)
+    for turn in range(1, turns + 1):
+        engine.turn(broken=broken and turn == turns)
+    engine.abort("a")
+    engine.abort("b")
+    engine.add("c", prompt(6, 3), max_tokens=3, ignore_eos=True)
+    engine.run().check_outputs()
+    engine.check_idle()
+    assert engine.finish["c", 0] is FinishReason.LENGTH
+    assert all(work.row >= 0 for step in engine.steps for work in step.works)
