@@ -191,6 +191,7 @@ class GrammarMatcher:
             grammar.of_all.bytes += grammar.size
         grammar.matchers += 1
         self._kept = 0.0  # of the grammar's
+        self._seconds = 0.0  # not asked for yet
         self._full = False  # too much memory is kept
         # XGrammar may set the bits of the last word that stand for no token.
         self._last_word = np.int32((1 << vocab_size % 32) - 1 if vocab_size % 32 else -1)
@@ -202,10 +203,10 @@ class GrammarMatcher:
 
         return xgrammar.GrammarMatcher(self._grammar.compiled)
 
-    @property
-    def latest(self) -> float:
-        """Seconds that the latest token or mask took."""
-        return self._grammar.latest
+    def seconds(self) -> float:
+        """What its tokens and masks took since this was asked last."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     @property
     def terminated(self) -> bool:
@@ -222,6 +223,7 @@ class GrammarMatcher:
                 accepted = bool(self._matcher.accept_token(token))
         except RuntimeError:  # whatever fails in XGrammar concerns this sequence alone
             return False
+        self._seconds += self._grammar.latest
         self._keep(max(0.0, self._kept + self._grammar.latest - _COMMON_SECONDS))
         # No grammar may keep more than is left for all: alone half, and of many the heaviest end first.
         if self._grammar.kept > _KEPT_SECONDS - self._grammar.of_all.kept:
@@ -254,7 +256,6 @@ class GrammarMatcher:
         """
         bits = np.zeros((1, self._words), np.int32)
         if self._grammar.left < 0 or self._full:
-            self._grammar.latest = 0.0
             return bytes(bits.nbytes)
         self._grammar.left += _TOKEN_SECONDS
         try:
@@ -262,6 +263,7 @@ class GrammarMatcher:
                 limited = self._matcher.fill_next_token_bitmask(bits)
         except RuntimeError:
             return bytes(bits.nbytes)
+        self._seconds += self._grammar.latest
         if not limited and not barred:
             return None
         bits[0, -1] &= self._last_word

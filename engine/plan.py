@@ -54,7 +54,7 @@ class Plan:
             self.masks.append((len(self.samples), mask))
         self.samples.append(Sample(len(self.works) - 1, sequence.row))
         if sequence.matcher is not None:
-            self.following -= sequence.matcher.latest
+            self.following -= sequence.matcher.seconds()
 
     def step(self) -> Step:
         """What has been planned."""

@@ -42,11 +42,12 @@ class Counting:
     """A grammar of `length` tokens of which the i-th is i modulo 5, and then the end.
 
     Refuses by itself whatever it has not allowed; `broken_at` makes it refuse a right one, `empty_at` allow none.
-    Says that each mask takes `takes` seconds.
+    Says that each mask takes `takes` seconds, or that of the token at `slow_at` one.
     """
 
-    def __init__(self, length: int, broken_at: int = -1, empty_at: int = -1, takes: int = 0) -> None:
-        self.length, self.broken_at, self.empty_at, self.latest = length, broken_at, empty_at, float(takes)
+    def __init__(self, length: int, broken_at: int = -1, empty_at: int = -1, takes: int = 0, slow_at: int = -1) -> None:
+        self.length, self.broken_at, self.empty_at = length, broken_at, empty_at
+        self.takes, self.slow_at, self.taken, self.asked = takes, slow_at, 0, 0
         self.tokens: list[int] = []
         self.terminated = False
 
@@ -71,7 +72,12 @@ class Counting:
     def mask(self, barred=()) -> bytes:
         assert not self.terminated
         allowed = self._allowed() - set(barred) or self._allowed()
+        self.taken += self.takes + (len(self.tokens) == self.slow_at)
         return sum(1 << token for token in allowed).to_bytes(8, "little")
+
+    def seconds(self) -> float:
+        self.asked, before = self.taken, self.asked
+        return self.taken - before
 
 
 class Source:

@@ -176,6 +176,21 @@ def test_grammars_that_take_long_share_the_time_of_a_step(harness, depth, guesse
         assert taking_part[:20] == [True] * 20
 
 
+def test_masks_behind_guesses_are_of_the_time_of_a_step(harness):
+    """The slow one is not the last of them."""
+    source = harness.Source()
+    h = harness(grammars=source, num_pages=200, max_samples=64, speculative_length=3)
+    for number in range(8):
+        h.add(f"r{number}", range(number, number + 3), max_tokens=20, grammar="9 slow_at=3")
+    taken = 0
+    while h.scheduler.has_work:
+        h.turn()
+        before, taken = taken, sum(matcher.taken for matcher in source.made)
+        assert taken - before <= 1
+    h.check_outputs()
+    assert any(draft.tokens[1:] for step in h.steps for draft in step.drafts)
+
+
 def test_a_static_batch_follows_its_grammars_too(harness):
     h = harness(static=True, grammars=harness.Source())
     h.add("a", range(5), max_tokens=20, grammar="4")

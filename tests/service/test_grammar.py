@@ -279,6 +279,8 @@ async def test_a_grammar_that_takes_too_long_to_follow_is_followed_no_further(co
         followed += 1
     assert 10 < followed < 10_000
     assert time.monotonic() - began < 20
+    assert matcher.seconds() > 0.5
+    assert not matcher.seconds(), "told once"
     assert not any(another.mask())
     with pytest.raises(RequestRejected, match="too long"):
         grammars.matcher(compiled.key)
