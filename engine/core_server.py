@@ -265,8 +265,7 @@ class CoreServer:
         try:
             if vocabulary is None:
                 raise GrammarError("no vocabulary has come on this connection")
-            if message.key not in self._core.scheduler.grammars:
-                self._core.scheduler.grammars.load(message.key, message.data, vocabulary)
+            self._core.scheduler.grammars.load(message.key, message.data, vocabulary)
         except GrammarError as failure:
             error = str(failure)
         except Exception:  # XGrammar cannot be imported, for one: told to the one who asked

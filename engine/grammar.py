@@ -128,7 +128,7 @@ class Grammars:
         return key in self._known
 
     def load(self, key: str, data: bytes, vocabulary: Vocabulary) -> None:
-        """Reads a serialised grammar back and holds it under `key`; tens of milliseconds for a large one.
+        """Holds a grammar under `key`. If it is not known it is read back: tens of milliseconds for a large one.
 
         Raises: GrammarError.
         """
@@ -138,14 +138,19 @@ class Grammars:
             self._vocabulary, self._info = vocabulary, tokenizer_info(vocabulary)
         if self._vocabulary != vocabulary or self._info is None:
             raise GrammarError("the grammar is of another vocabulary than those before it")
+        with self._lock:
+            grammar = self._known.get(key)
+            if grammar is not None:  # perhaps followed alone, by who may soon end
+                self._hold(key, grammar)
+                return
         try:
             compiled = xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._info)
         except (RuntimeError, ValueError) as error:
             raise GrammarError(f"the compiled grammar cannot be read: {error}") from error
+        grammar = _Grammar(compiled, len(data), self._taken)
         with self._lock:
-            if key not in self._known:
-                self._known[key] = grammar = _Grammar(compiled, len(data), self._taken)
-                self._hold(key, grammar)
+            self._known[key] = grammar
+            self._hold(key, grammar)
 
     def _hold(self, key: str, grammar: _Grammar) -> None:
         """It was used last."""

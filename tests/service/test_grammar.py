@@ -311,6 +311,17 @@ async def test_grammars_that_live_requests_follow_are_bounded_also_those_that_ar
     assert matcher(third).accept(ord("c")), "alone, one of any size may be followed"
 
 
+async def test_what_was_loaded_stays_though_it_was_known_and_whoever_followed_it_ends(compiler):
+    first, second = [await compiler.compile(Constraint("regex", text)) for text in "ab"]
+    grammars = Grammars(max_held=1)
+    grammars.load(first.key, first.data, compiler.vocabulary)
+    follower = grammars.matcher(first.key)
+    for compiled in (second, first):  # the first is crowded out and loaded again
+        grammars.load(compiled.key, compiled.data, compiler.vocabulary)
+    del follower
+    assert grammars.matcher(first.key).accept(ord("a"))
+
+
 async def test_texts_of_a_grammar_that_take_much_memory_end_until_the_others_have_room(compiler, monkeypatch):
     """With 3,000 ways open XGrammar keeps 160 KB of each byte, and 0.3 of a string's."""
     monkeypatch.setattr("engine.grammar._KEPT_SECONDS", 0.04)
