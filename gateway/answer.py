@@ -108,24 +108,29 @@ class Answer:
             match event.WhichOneof("event"):
                 case "delta":
                     delta = event.delta
-                    if first + delta.index not in self._open_choices:
-                        raise self._broken()
+                    index = self._open(first, delta.index)
                     if self.first_text_at is None and (delta.text or delta.reasoning or delta.tool_calls):
                         self.first_text_at = time.monotonic()
-                    return first + delta.index, delta
+                    return index, delta
                 case "started":
                     return first, event.started
                 case "prompt_logprobs":
                     return first, event.prompt_logprobs
                 case "finished":
-                    index = first + event.finished.index
-                    if index not in self._open_choices or event.finished.reason not in REASONS:
+                    index = self._open(first, event.finished.index)
+                    if event.finished.reason not in REASONS:
                         raise self._broken()
                     self._open_choices.remove(index)
                     return index, event.finished
                 case "usage":
                     self._open_usages -= 1
                     self.counts.add(event.usage)
+
+    def _open(self, first: int, index: int) -> int:
+        """The choice of all that has this index behind the first of its prompt. Raises ApiError: it is not open."""
+        if index >= self.n or first + index not in self._open_choices:
+            raise self._broken()
+        return first + index
 
     def _broken(self) -> ApiError:
         """The caller is told nothing of it."""

@@ -1,5 +1,6 @@
 """The engine's statuses as HTTP errors and as events; unknown paths; what a stream's end looks like."""
 
+import asyncio
 import json
 
 import grpc
@@ -234,6 +235,22 @@ def test_a_stream_that_ends_well_but_lacks_something_is_an_error(http, start_gat
         answer = http.post(f"{gateway}/v1/chat/completions", json=kit.CHAT | {"stream": True})
         assert kit.events(answer.text)[-1]["error"]["code"] == "internal_error"
     assert (tmp_path / "gateway.log").read_text().count("the engine's stream for request r1 breaks the contract") == 2
+
+
+def test_a_choice_that_a_prompt_lacks_is_not_the_next_prompt_s(http, gateway, engine, kit):
+    told = asyncio.Event()
+
+    async def script(request, context):
+        yield kit.accepted()
+        if request.text == "b":
+            await told.wait()
+        yield kit.delta("x", 1 if request.text == "a" else 0)
+        yield kit.finished()
+        yield kit.usage()
+        told.set()
+
+    engine.script = script
+    assert http.post(f"{gateway}/v1/completions", json={"prompt": ["a", "b"]}).status_code == 500
 
 
 async def test_a_fault_of_the_gateway_s_own_ends_its_connection():
