@@ -5,8 +5,9 @@ else that escapes it is INTERNAL with a generic message, and the story in the lo
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
@@ -75,10 +76,8 @@ class Guard(grpc.aio.ServerInterceptor):
             serializers = handler.request_deserializer, handler.response_serializer
             return grpc.stream_stream_rpc_method_handler(reflected, *serializers)
         wrapped = self._wrap(method, handler, _message)
-        # As a stream of messages, so that the first is read here; on the wire one is like the other.
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(wrapped, None, serialized)
-        return grpc.stream_unary_rpc_method_handler(wrapped, None, handler.response_serializer)
+        # As streams of messages, so that the first is read here and each is written; on the wire one is like the other.
+        return grpc.stream_stream_rpc_method_handler(partial(_written, wrapped), None, serialized)
 
     def _wrap(self, method: str, handler: Any, message: Callable[[Context], Awaitable[bytes]]) -> Handler:
         name, deserialize = method.rpartition("/")[2], handler.request_deserializer
@@ -86,10 +85,8 @@ class Guard(grpc.aio.ServerInterceptor):
 
         async def guarded(_: Any, context: Context) -> Any:
             try:
-                return await answered(context)
-            except grpc.aio.InternalError as error:
-                # The caller went while it was answered. To grpc, which logs it with a traceback, that were a fault.
-                raise asyncio.CancelledError from error
+                with _who_may_go():
+                    return await answered(context)
             except grpc.aio.AbortError as error:
                 forget_frames(error)  # grpc keeps it in a ring with the call
                 raise
@@ -143,20 +140,34 @@ class Guard(grpc.aio.ServerInterceptor):
                 await self._refuse(method, _too_many_watches(), None, context)
             self._watches.add(context)
         try:
-            reply = await wrapped(None, context)
+            await _written(wrapped, None, context)
         finally:
             self._watches.discard(context)
-        if reply is not None:
+
+
+async def _written(wrapped: Handler, requests: Any, context: Context) -> None:
+    """Writes itself what a handler returns that has written nothing, so that it hears of a caller who has gone."""
+    reply = await wrapped(requests, context)
+    if reply is not None:
+        with _who_may_go():
             await context.write(reply)
+
+
+@contextlib.contextmanager
+def _who_may_go() -> Iterator[None]:
+    """A caller that goes while it is answered is no fault, which grpc would log with a traceback: it has cancelled."""
+    try:
+        yield
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError from error
 
 
 async def _reflected(behavior: Any, requests: Any, context: Context) -> None:
-    """Writes itself what the behavior yields: a caller that has gone then would be a fault of ours to grpc's log."""
+    """Writes itself what the behavior yields, so that it hears of a caller who has gone."""
     try:
-        async for reply in behavior(requests, context):
-            await context.write(reply)
-    except grpc.aio.InternalError as error:
-        raise asyncio.CancelledError from error
+        with _who_may_go():
+            async for reply in behavior(requests, context):
+                await context.write(reply)
     except DecodeError:
         await _abort(context, _malformed())
 

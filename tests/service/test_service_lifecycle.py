@@ -33,6 +33,7 @@ from service.server import ADMIN, HEALTH, INFERENCE
 
 Status = health_pb2.HealthCheckResponse
 KEY = (("authorization", "Bearer s3cret"),)
+REFLECTION = "grpc.reflection.v1.ServerReflection"
 
 
 def prompt(request_id="r", **fields):
@@ -160,10 +161,12 @@ async def test_reflection_refuses_what_is_no_message(make_core, serving, details
     assert "DecodeError" not in caplog.text
 
 
-async def test_a_caller_that_goes_while_reflection_answers_is_no_fault(make_core, serving, caplog):
-    async with serving(make_core()) as server:
+@pytest.mark.parametrize("keys", [(), ("s3cret",)])
+@pytest.mark.parametrize("path", [f"{HEALTH}/Check", f"{INFERENCE}/GetModel", f"{REFLECTION}/ServerReflectionInfo"])
+async def test_a_caller_that_goes_while_it_is_answered_is_no_fault(make_core, serving, caplog, path, keys):
+    async with serving(make_core(), api_keys=keys) as server:
         for _ in range(5):
-            (await call_by_hand(server, b"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")).close()
+            (await call_by_hand(server, f"/{path}".encode())).close()
     assert "Traceback" not in caplog.text
 
 
