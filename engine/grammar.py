@@ -30,6 +30,8 @@ MAX_HELD, MAX_HELD_BYTES = 1024, 512 << 20
 _USED_PART = 8
 # What following one grammar may take: this, and so much for each token. Common are 5 to 100 microseconds.
 _FIRST_SECONDS, _TOKEN_SECONDS = 0.5, 1e-3
+# A longer token is accepted in pieces of so many bytes, since XGrammar cannot be stopped: 128 took it 40 s.
+_PIECE_BYTES = 16
 # What XGrammar keeps of a text is some 0.7 MB for each millisecond that its tokens took to accept. So much may be kept
 # of all texts together, beside so much of each token. Common are 1 to 10 microseconds.
 _KEPT_SECONDS, _COMMON_SECONDS = 2.0, 25e-6
@@ -179,7 +181,7 @@ class Grammars:
         if used and not grammar.matchers and used + grammar.size > self._max_used:
             text = f"the grammars of live requests take {used} bytes; {grammar.size} more are too many"
             raise RequestRejected(RejectReason.QUEUE_FULL, text)
-        return GrammarMatcher(grammar, len(self._vocabulary.tokens))
+        return GrammarMatcher(grammar, self._vocabulary.tokens)
 
 
 class GrammarMatcher:
@@ -187,11 +189,13 @@ class GrammarMatcher:
 
     Args:
         grammar: shared with its other matchers.
-        vocab_size: token ids are below it.
+        tokens: as in Vocabulary.
     """
 
-    def __init__(self, grammar: _Grammar, vocab_size: int) -> None:
-        self._grammar, self._words = grammar, -(-vocab_size // 32)
+    def __init__(self, grammar: _Grammar, tokens: tuple[bytes, ...]) -> None:
+        vocab_size = len(tokens)
+        self._grammar, self._tokens, self._words = grammar, tokens, -(-vocab_size // 32)
+        self._pieces: list[int] = []  # of each token accepted
         if not grammar.matchers:
             grammar.of_all.bytes += grammar.size
         grammar.matchers += 1
@@ -225,7 +229,7 @@ class GrammarMatcher:
         """
         try:
             with self._grammar:
-                accepted = bool(self._matcher.accept_token(token))
+                accepted = self._accept(token)
         except RuntimeError:  # whatever fails in XGrammar concerns this sequence alone
             return False
         self._seconds += self._grammar.latest
@@ -234,6 +238,22 @@ class GrammarMatcher:
         if self._grammar.kept > _KEPT_SECONDS - self._grammar.of_all.kept:
             self._full = True
             self._keep(0.0)  # others may go on, since this one ends
+        return accepted
+
+    def _accept(self, token: int) -> bool:
+        text, count = self._tokens[token], 1
+        if len(text) <= _PIECE_BYTES:
+            accepted = bool(self._matcher.accept_token(token))
+        else:
+            end = thread_time() + self._grammar.left
+            for count, at in enumerate(range(0, len(text), _PIECE_BYTES), 1):
+                accepted = bool(self._matcher.accept_string(text[at : at + _PIECE_BYTES]))
+                if not accepted:
+                    self._matcher.rollback(count - 1)
+                if not accepted or thread_time() > end:
+                    break
+        if accepted:
+            self._pieces.append(count)
         return accepted
 
     def _keep(self, seconds: float) -> None:
@@ -249,7 +269,8 @@ class GrammarMatcher:
 
     def rollback(self, count: int) -> None:
         """Takes back the tokens accepted last."""
-        self._matcher.rollback(count)
+        self._matcher.rollback(sum(self._pieces[-count:]))
+        del self._pieces[-count:]
 
     def mask(self, barred: Iterable[int] = ()) -> bytes | None:
         """The tokens that may come next: a bit for each id, least significant first, in whole int32 words.

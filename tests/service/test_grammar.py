@@ -18,10 +18,10 @@ import pytest
 import pytest_asyncio
 import xgrammar
 
-from engine.grammar import GrammarError, Grammars
+from engine.grammar import GrammarError, Grammars, Vocabulary, tokenizer_info
 from engine.request import FinishReason, RejectReason, RequestRejected
 from fulcrum.v1 import inference_pb2 as pb
-from service import grammar
+from service import grammar, grammar_worker
 from service.errors import ApiError
 from service.grammar import GrammarCompiler
 from service.grammar_worker import Constraint, alternatives
@@ -284,6 +284,43 @@ async def test_a_grammar_that_takes_too_long_to_follow_is_followed_no_further(co
     assert not any(another.mask())
     with pytest.raises(RequestRejected, match="too long"):
         grammars.matcher(compiled.key)
+
+
+def matcher_of(regex, *long):
+    """A matcher with a vocabulary of all bytes, of these longer tokens from 256 on, and of one that ends the text."""
+    vocabulary = Vocabulary((*(bytes([byte]) for byte in range(256)), *long, b""), (256 + len(long),))
+    xgrammars = xgrammar.GrammarCompiler(tokenizer_info(vocabulary), max_threads=1)
+    grammars = Grammars()
+    data = grammar_worker.compiled(xgrammars, Constraint("regex", regex)).serialize_json().encode()
+    grammars.load("", data, vocabulary)
+    return grammars.matcher("")
+
+
+async def test_a_long_token_ends_with_its_grammar_s_time():
+    """Whole, one of 128 bytes takes 40 s."""
+    matcher = matcher_of("((a|b|c|d|ab|abc|abcd|a*|b*)*){1,1000}", b"a" * 128)
+    assert matcher.mask()[256 // 8] & 1
+    assert matcher.accept(256)
+    assert matcher.seconds() < 10
+    assert not any(matcher.mask())
+
+
+async def test_a_long_token_is_as_its_bytes():
+    text, wrong = "aé😀".encode() * 9, "aé😀".encode() * 8 + b"ab" * 9
+    matcher, bytewise = [matcher_of("(aé😀)*b", text, wrong) for _ in range(2)]
+    first = matcher.mask()
+    assert not matcher.accept(257)
+    assert matcher.mask() == first
+    assert matcher.accept(256)
+    assert all(map(bytewise.accept, text + b"a"))
+    assert matcher.accept(ord("a"))
+    assert matcher.mask() == bytewise.mask() != first
+    matcher.rollback(2)
+    assert matcher.mask() == first
+    assert matcher.accept(256)
+    assert matcher.accept(ord("b"))
+    assert matcher.accept(258)
+    assert matcher.terminated
 
 
 async def test_grammars_that_live_requests_follow_are_bounded_also_those_that_are_crowded_out(compiler, monkeypatch):
