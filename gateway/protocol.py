@@ -25,7 +25,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def __init__(self, *args: Any, patience: float, **further: Any) -> None:
         """`patience`: seconds from a new connection, or a request's first byte, to the end of its headers; from an
-        answer to the end of its request's body; and that an answer may wait for its reader, who takes nothing of it.
+        answer to the end of its request's body; and in which nearly all that lies ready of an answer has to be taken.
         """
         super().__init__(*args, **further)
         self.patience = patience
