@@ -269,8 +269,9 @@ class GrammarMatcher:
 
     def rollback(self, count: int) -> None:
         """Takes back the tokens accepted last."""
-        self._matcher.rollback(sum(self._pieces[-count:]))
-        del self._pieces[-count:]
+        kept = len(self._pieces) - count
+        self._matcher.rollback(sum(self._pieces[kept:]))
+        del self._pieces[kept:]
 
     def mask(self, barred: Iterable[int] = ()) -> bytes | None:
         """The tokens that may come next: a bit for each id, least significant first, in whole int32 words.

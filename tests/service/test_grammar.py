@@ -315,6 +315,8 @@ async def test_a_long_token_is_as_its_bytes():
     assert all(map(bytewise.accept, text + b"a"))
     assert matcher.accept(ord("a"))
     assert matcher.mask() == bytewise.mask() != first
+    matcher.rollback(0)
+    assert matcher.mask() == bytewise.mask()
     matcher.rollback(2)
     assert matcher.mask() == first
     assert matcher.accept(256)
