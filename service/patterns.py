@@ -12,8 +12,8 @@ class PatternError(Exception):
 # In JSON these are written with a backslash, which the compiler does not know of: it would let them stand as they are.
 # (Of classes it takes them out.)
 _UNSAFE = {'"', '\\"', "\\\\", r"\n", r"\r", r"\t", r"\f", r"\v", r"\0", "\n", "\r", "\t"}
-# A piece of a pattern: a class, an escape, or any other character.
-_PIECE = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\.|.", re.DOTALL)
+# A piece of a pattern: a class (as of ECMAScript: [^] is any character), an escape, or any other character.
+_PIECE = re.compile(r"\[(?:\\.|[^\]\\])*\]|\\.|.", re.DOTALL)
 _ANCHORS = {"^", "$", r"\b", r"\B", r"\A", r"\z", r"\Z"}
 
 
@@ -34,8 +34,12 @@ def of_a_text(pattern: str) -> str:
     """The pattern of a whole text. To XGrammar 0.2.9 a line feed is a . too, and the last a of \\x61a a digit.
 
     Raises:
-        PatternError: an anchor within, which XGrammar would leave out (and of \\A the backslash alone).
+        PatternError: an anchor within, which XGrammar would leave out (and of \\A the backslash alone); or a class that
+            Python ends later than ECMAScript.
     """
+    pieces = _PIECE.findall(pattern)
+    if not {"[]", "[^]"}.isdisjoint(pieces):
+        raise PatternError(r"a ] that a class begins with is to be written \], and any character [\s\S]")
     for branch in _branches(pattern):
         _inner(branch)
     pattern = re.sub(r"(\\\\)|\\x([0-9A-Fa-f]{2})", lambda found: found[1] or f"\\u00{found[2]}", pattern)

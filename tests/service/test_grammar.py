@@ -81,6 +81,8 @@ async def test_each_kind_allows_what_it_says(compiler, kind, source, good, bad):
         ("regex", "^a|a$b", "of anchors only ^ and $ are served, at the ends"),
         ("regex", "(a$)b", "of anchors"),
         ("regex", r"\Aa\Z", "of anchors"),
+        ("regex", "[^]]+", r"a ] that a class begins with is to be written \]"),
+        ("regex", "a[]]", "a ] that a class begins with"),
         ("grammar", "root ::= missing", "missing"),
         ("grammar", 'start ::= "a"', "root"),
     ],
