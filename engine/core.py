@@ -64,6 +64,10 @@ class EngineCore:
         self._computed = 0.0  # when the last result came
         self._born = time.monotonic()
 
+    def restart(self, scheduler: Scheduler) -> None:
+        """Forgets what was in flight and goes on with new books: after a turn that was cut short, as by Ctrl-C."""
+        self.scheduler, self._in_flight, self._pacer, self._busy = scheduler, deque(), Pacer(), False
+
     @property
     def has_work(self) -> bool:
         """Whether a turn would do something."""

@@ -8,12 +8,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.build import build_core
+from engine.build import build_core, new_scheduler
 from engine.config import EngineConfig
 from engine.core import Turn
 from engine.hub import resolve_model
 from engine.logprobs import TokenLogprob, read_logprobs
-from engine.request import FinishReason, Request, SamplingParams
+from engine.request import FinishReason, Request, RequestRejected, SamplingParams
 
 
 @dataclass(slots=True)
@@ -52,8 +52,9 @@ class LLM:
     def __init__(self, model: str | Path | None = None, *, progress: bool = True, **settings: Any) -> None:
         path = resolve_model(None if model is None else str(model), progress=progress)
         self._progress = progress
-        config = replace(EngineConfig(model=path, **settings), max_queue_requests=maxsize, max_queue_tokens=maxsize)
-        self.core, self.info = build_core(config, progress=progress)
+        config = EngineConfig(model=path, **settings)
+        self._config = replace(config, max_queue_requests=maxsize, max_queue_tokens=maxsize)
+        self.core, self.info = build_core(self._config, progress=progress)
         self._count = 0
 
     def generate(
@@ -117,7 +118,7 @@ class LLM:
         return Request(f"llm-{self._count}", tuple(prompt), params)
 
     def _turns(self, requests: Sequence[Request]) -> Iterator[Turn]:
-        """Adds the requests and turns the core until they have ended; whatever ends it early aborts them."""
+        """Adds the requests and turns the core until they have ended; whatever ends it early leaves none of them."""
         if self.core.has_work:
             raise RuntimeError("this LLM is busy: one generate or stream at a time")
         try:
@@ -125,8 +126,12 @@ class LLM:
                 self.core.scheduler.add(request)
             while self.core.has_work:
                 yield self.core.turn()
-        finally:
+        except (RequestRejected, GeneratorExit):
             for request in requests:
                 self.core.scheduler.abort(request.request_id)
             while self.core.has_work:
                 self.core.turn()
+            raise
+        except BaseException:  # Ctrl-C above all: books may have been left in the midst of a change
+            self.core.restart(new_scheduler(self._config, self.info))
+            raise

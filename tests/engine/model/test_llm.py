@@ -85,6 +85,30 @@ def test_non_finite_logits_end_their_own_sequence(llama, prompts, tools):
     assert outputs == [tools.oracle(model, p, o) for p, o in zip([one, two], outputs, strict=True)]
 
 
+@pytest.mark.parametrize("within", ["schedule", "launch", "collect"])
+def test_after_an_interrupt_it_goes_on(within, llama, prompts, tools, monkeypatch):
+    """Ctrl-C comes when a call has had its effects, before anybody hears of them."""
+    folder, model = llama
+    llm = LLM(folder, **EACH, memory_budget=4 << 20, max_num_seqs=3)
+    owner = llm.core.scheduler if within == "schedule" else llm.core._runner
+    call, calls = getattr(owner, within), []
+
+    def interrupted(*given: Any) -> Any:
+        calls.append(given)
+        result = call(*given)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owner, within, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, greedy(8))
+    assert not llm.core.has_work
+    assert llm.core.stats().used_pages == 0
+    outputs = texts(llm, prompts, greedy(8))
+    assert outputs == [tools.oracle(model, p, o) for p, o in zip(prompts, outputs, strict=True)]
+
+
 class Raises:
     """A logits processor that raises while a row has bias."""
 
