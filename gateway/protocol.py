@@ -2,8 +2,11 @@
 
 import asyncio
 import re
+import sys
 from typing import Any
 
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 # Of a request's line and headers, and of what surrounds its body: sizes of chunks, their extensions, trailers.
@@ -130,6 +133,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self.running = cycle
+        if cycle.scope["http_version"] != "1.1":
+            app = unchunked(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def _await(self) -> None:
@@ -139,3 +144,26 @@ class BoundedHttp(HttpToolsProtocol):
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
+
+
+def unchunked(app: ASGIApp, cycle: Any) -> ASGIApp:
+    """The application for a client of HTTP/1.0, which knows no chunks (RFC 9112, 6.1): without a content-length its
+    answer ends with the connection.
+    """
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        endless = False
+
+        async def send_unchunked(message: Message) -> None:
+            nonlocal endless
+            if message["type"] == "http.response.start":
+                endless = "content-length" not in Headers(raw=message["headers"])
+                if endless:  # as if a length had been told, which uvicorn counts down
+                    cycle.chunked_encoding, cycle.expected_content_length = False, sys.maxsize
+            elif endless and not message["more_body"]:
+                cycle.expected_content_length = len(message["body"])
+            await send(message)
+
+        await app(scope, receive, send_unchunked)
+
+    return answer

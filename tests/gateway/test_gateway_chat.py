@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+import socket
 import time
 
 import httpx2
@@ -220,6 +222,30 @@ def test_plain_line_readers_see_whole_events(http, gateway, engine, kit):
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     text = "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines[:-1])
     assert text == "".join(NASTY)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/version"])
+def test_a_client_of_http_1_0_gets_no_chunks(http, gateway, engine, kit, path):
+    """RFC 9112, 6.1: no Transfer-Encoding to HTTP/1.0, as old proxies speak it. What has no length ends with the
+    connection; more than the socket's buffers hold, so that the writer waits in between.
+    """
+    engine.script = kit.says(*["x" * 100_000] * 50)
+    body = json.dumps(kit.CHAT | {"stream": True}) if path.startswith("/v1") else ""
+    method = "POST" if body else "GET"
+    kind = {"content-type": "application/json"}
+    modern = http.request(method, gateway + path, content=body, headers=kind)
+    url = httpx2.URL(gateway)
+    with socket.create_connection((url.host, url.port), timeout=20) as connection:
+        head = f"{method} {path} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        connection.sendall((head + body).encode())
+        answer = b"".join(iter(lambda: connection.recv(1 << 20), b""))
+    head, _, said = answer.decode().partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 200 ")
+    assert "connection: close" in head
+    assert "transfer-encoding" not in head
+    assert ("content-length" in head) == ("content-length" in modern.headers)
+    same = [re.sub(r'"created":\d+|\n+', "", each) for each in (said, modern.text)]  # but for the time and heartbeats
+    assert same[0] == same[1]
 
 
 async def test_async_client_many_at_once(gateway, engine, kit):
