@@ -64,7 +64,7 @@ class ServedModel:
         return name
 
     def text_stream(self, plan: Plan, *, after_prompt: bool, shown: Iterable[str] = ()) -> TextStream:
-        """The text of one sequence, which goes on where the prompt ended or begins anew (a chat's answer).
+        """The text of one sequence, which goes on where the prompt ended or begins anew (a chat's next message).
 
         `shown`: special tokens that are text all the same.
         """

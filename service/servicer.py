@@ -117,7 +117,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         logger.debug("request %s (%s) is accepted: %d prompt tokens", *about, len(job.prompt), extra=what)
         try:
             await context.write(pb.GenerateResponse(accepted=pb.Accepted(request_id=job.request_id, model=name)))
-            begin = partial(self._choice, asked=asked, prompt_field=field, reading=prompt.reading)
+            goes_on = field != "chat" or request.chat.continue_final_message
+            begin = partial(self._choice, asked=asked, after_prompt=goes_on, reading=prompt.reading)
             usage = await self._stream(stream, job, begin, record, context)
             await context.write(pb.GenerateResponse(usage=usage))
             logger.debug("request %s (%s) is answered: %d tokens", *about, record.tokens, extra=what)
@@ -216,10 +217,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise RuntimeError(f"the engine ended request {record.request_id} with {running} sequences unfinished")
         return record.usage()
 
-    def _choice(self, index: int, asked: Plan, prompt_field: str, reading: Reading) -> Choice:
+    def _choice(self, index: int, asked: Plan, after_prompt: bool, reading: Reading) -> Choice:
         if not asked.text:  # stop strings are looked for all the same
             reading = Reading()
-        wanted, after_prompt = asked.text or asked.stop, prompt_field != "chat"
+        wanted = asked.text or asked.stop
         text = self.model.text_stream(asked, after_prompt=after_prompt, shown=reading.markers) if wanted else None
         return Choice(index, asked, text, self.model.prompts.tokenizer, reading.parser())
 

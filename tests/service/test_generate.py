@@ -6,6 +6,8 @@ import time
 
 import grpc
 import pytest
+import tokenizers
+from tokenizers import decoders
 
 from engine.request import FinishReason
 from fulcrum.v1 import inference_pb2 as pb
@@ -248,6 +250,23 @@ async def test_special_tokens_are_shown_on_demand(make_core, serving):
         assert text_of(await collect(server.stub.Generate(prompt()))) == "ab"
         output = pb.OutputOptions(skip_special_tokens=False)
         assert text_of(await collect(server.stub.Generate(prompt(output=output)))) == "a<|im_start|>b"
+
+
+async def test_the_first_space_of_an_answer_stays_where_it_goes_on(make_core, serving, byte_model, tmp_path):
+    """SentencePiece's decoders leave out the space that begins a text. Behind an open message it parts two words."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(byte_model / "tokenizer.json"))
+    tokenizer.decoder = decoders.Sequence([tokenizer.decoder, decoders.Strip(" ", 1, 0)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    core = make_core()
+    turns = [pb.ChatMessage(role="assistant", content=[pb.ContentPart(text="It is")])]
+    async with serving(core, tokenizer=tmp_path) as server:
+        for begun, text in (
+            ({"chat": pb.Chat(messages=turns)}, "Ulm"),
+            ({"chat": pb.Chat(messages=turns, continue_final_message=True)}, " Ulm"),
+            ({"text": "It is"}, " Ulm"),
+        ):
+            core.reply = bytewise(" Ulm")
+            assert text_of(await collect(server.stub.Generate(pb.GenerateRequest(**begun)))) == text
 
 
 async def test_indexes_interleave_and_usage_counts_the_prompt_once(make_core, serving):
