@@ -63,13 +63,12 @@ class TokenCounts:
 
 
 class Echo(NamedTuple):
-    """A prompt that is a part of the answer: its text, and that in bytes; where logprobs are told, its first token's.
+    """A prompt that is a part of the answer: its text; where logprobs are told, its first token's bytes.
 
     One for all choices of the prompt: with 128 of each a body of 16 MiB would take 2 GB.
     """
 
     text: str
-    raw: bytes
     first: bytes
 
 
@@ -292,8 +291,8 @@ class CompletionFormat(ChoicesFormat):
         self.size = sum(len(one.text) for one in echo or ())
         self._logprobs: list[TextLogprobs] = []
         if body.logprobs is not None:
-            echoes = echo or [Echo("", b"", b"")] * choices
-            self._logprobs = [TextLogprobs(body.logprobs, one.raw, len(one.text)) for one in echoes]
+            echoes = echo or [Echo("", b"")] * choices
+            self._logprobs = [TextLogprobs(body.logprobs, one.text) for one in echoes]
 
     def opening(self) -> Iterator[bytes]:
         """The echoes, if any."""

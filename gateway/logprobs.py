@@ -57,12 +57,22 @@ class Offsets:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._end = start
 
-    def next(self, raw: bytes) -> int:
-        """The offset of the next token, which adds these bytes to the text."""
-        if raw and raw[0] & 0xC0 != 0x80:  # it begins a character: one that is not complete yet has ended as U+FFFD
-            self._end += len(self._utf8.decode(b"", final=True))
-        offset = self._end
-        self._end += len(self._utf8.decode(raw))
+    @property
+    def begun(self) -> bool:
+        """Whether a token has added something."""
+        return self._end > 0 or bool(self._utf8.getstate()[0])
+
+    def next(self, raw: bytes, within: str | None = None) -> int:
+        """The offset of the next token. It adds these bytes to the text, but what is not there in the text `within`."""
+        state = self._utf8.getstate()
+        # It begins a character: one that is not complete yet has ended as U+FFFD.
+        before = self._utf8.decode(b"", final=True) if raw and raw[0] & 0xC0 != 0x80 else ""
+        text = self._utf8.decode(raw)
+        if within is not None and not within.startswith(before + text, self._end):
+            self._utf8.setstate(state)
+            return self._end
+        offset = self._end + len(before)
+        self._end = offset + len(text)
         return offset
 
 
@@ -120,15 +130,13 @@ class TextLogprobs:
 
     Args:
         top: how many of the likeliest tokens are told.
-        echo: the prompt, if it is a part of the text: its bytes.
-        characters: of the echo.
+        echo: the prompt, if it is a part of the text.
     """
 
-    def __init__(self, top: int, echo: bytes = b"", characters: int = 0) -> None:
+    def __init__(self, top: int, echo: str = "") -> None:
         self._top = top
         self._echo = echo
-        self._at = 0  # in it
-        self._in_echo, self._in_answer = Offsets(), Offsets(characters)
+        self._in_echo, self._in_answer = Offsets(), Offsets(len(echo))
 
     def first(self, raw: bytes) -> dict[str, Any]:
         """Of the prompt's first token, which has no logprob."""
@@ -145,13 +153,9 @@ class TextLogprobs:
 
     def _echoed(self, raw: bytes) -> int:
         """The offset of a token of the prompt: one that the tokenizer added (as BOS) takes no place."""
-        echo, at = self._echo, self._at
-        if not at and raw[:1] == b" " and not echo.startswith(b" "):
+        if not self._in_echo.begun and raw[:1] == b" " and not self._echo.startswith(" "):
             raw = raw[1:]  # SentencePiece's, before the first word
-        if not echo.startswith(raw, at):
-            return self._in_echo.next(b"")
-        self._at += len(raw)
-        return self._in_echo.next(raw)
+        return self._in_echo.next(raw, within=self._echo)
 
     def _of(self, tokens: Logprobs, offsets: list[int]) -> dict[str, Any]:
         return {

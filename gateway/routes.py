@@ -268,8 +268,12 @@ class Routes:
             else:
                 text = await text_of(prompt)
                 if body.logprobs is not None:
-                    first = (await text_of(prompt[:1])).encode()
-            echoes += [Echo(text, text.encode(), first)] * (body.n or 1)
+                    alone = await text_of(prompt[:1])
+                    first = alone.encode()
+                    if not text.startswith(alone):  # it ends within a character, of which each byte behind is a U+FFFD
+                        missing = len(await text_of(prompt[1:])) - len(text) + len(alone)
+                        first = text[: len(alone)].encode()[:-missing]
+            echoes += [Echo(text, first)] * (body.n or 1)
         return echoes
 
     async def _cards(self, request: Request) -> list[dict[str, Any]]:

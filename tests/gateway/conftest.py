@@ -260,7 +260,11 @@ class FakeEngine(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Detokenize(self, request, context):
         await self._maybe_fail(context)
-        return pb.DetokenizeResponse(text="".join(chr(i) for i in request.token_ids))
+        return pb.DetokenizeResponse(text=self.text_of(request.token_ids))
+
+    @staticmethod
+    def text_of(token_ids):
+        return "".join(map(chr, token_ids))
 
     async def GetModel(self, request, context):
         await self._maybe_fail(context)

@@ -136,6 +136,35 @@ def test_text(client, scripted, prompt, echo):
     assert told == [choice.logprobs.model_dump() for choice in answer.choices]
 
 
+@pytest.mark.parametrize(
+    ("pieces", "first", "text", "offsets"),
+    [
+        ([SPLIT[:1], SPLIT[1:] + b"a", b" b"], "bytes:\\xe2", "\u2192a b", [0, 0, 2]),
+        ([b"a" + SPLIT[:2], SPLIT[2:], b"b"], "bytes:a\\xe2\\x86", "a\u2192b", [0, 1, 2]),
+        ([b"a", b"\xcf", b" b", SPLIT[:2], b"c"], "a", "a\ufffd b\ufffdc", [0, 1, 2, 4, 5]),
+        ([b"\xcf", b" b", SPLIT], "\ufffd", "\ufffd b\u2192", [0, 1, 3]),
+    ],
+)
+def test_an_echo_of_tokens_that_are_no_whole_characters(client, engine, kit, monkeypatch, pieces, first, text, offsets):
+    """By hand. Only the first token's text is known: where it is never a character, as U+FFFD."""
+
+    async def script(request, context):
+        yield kit.accepted()
+        yield kit.started()
+        yield pb.GenerateResponse(prompt_logprobs=pb.PromptLogprobs(offset=1, tokens=map(token, pieces[1:])))
+        yield pb.GenerateResponse(delta=pb.Delta(text="!", logprobs=[token(b"!")]))
+        yield kit.finished()
+        yield kit.usage()
+
+    engine.script = script
+    monkeypatch.setattr(engine, "text_of", lambda ids: b"".join(pieces[at] for at in ids).decode(errors="replace"))
+    prompt = list(range(len(pieces)))
+    [choice] = client.completions.create(model="m", prompt=prompt, logprobs=0, echo=True).choices
+    assert choice.text == f"{text}!"
+    assert choice.logprobs.tokens[0] == first
+    assert choice.logprobs.text_offset == [*offsets, len(text)]
+
+
 def test_no_others(client, scripted):
     """`logprobs: 0` is not `logprobs: null`: it tells the tokens' own."""
     answer = client.completions.create(model="m", prompt="p", logprobs=0)
@@ -323,7 +352,7 @@ def test_what_the_tokenizer_adds_takes_no_place_in_an_echo():
     """BOS, SentencePiece's first space, a character over two tokens, and special tokens that stand in the prompt."""
     echo = "Hi \u00e9<s>."
     pieces = [b"<s>", b" Hi", b" \xc3", b"\xa9", b"<s>", b"."]
-    told = TextLogprobs(0, echo.encode(), len(echo))
+    told = TextLogprobs(0, echo)
     offsets = told.first(pieces[0])["text_offset"] + told.prompt([token(one) for one in pieces[1:]])["text_offset"]
     assert offsets == [0, 0, 2, 3, 4, 7]
     assert told.answer([token(b"x")])["text_offset"] == [8]
