@@ -337,6 +337,8 @@ class FulcrumClient:
                 pause = None if begun else tries.pause(failure)
                 if pause is None:
                     raise failure from error
+            except asyncio.CancelledError as error:
+                raise _ending(error) from None
             finally:
                 call.cancel()
 
@@ -382,4 +384,14 @@ class FulcrumClient:
                 failure = FulcrumError.from_rpc(error)
                 if (pause := tries.pause(failure)) is None:
                     raise failure from error
+            except asyncio.CancelledError as error:
+                raise _ending(error) from None
             await asyncio.sleep(pause)
+
+
+def _ending(error: asyncio.CancelledError) -> BaseException:
+    """What a call raises that grpc has cancelled: where nobody cancels its task, its client was closed."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        return error
+    return FulcrumError(grpc.StatusCode.CANCELLED, "the client was closed")

@@ -47,6 +47,9 @@ class Servicer(InferenceServiceServicer):
             yield response
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+        if request.text == "hang":
+            async for _ in self._handler(pb.GenerateRequest(), context):
+                pass
         return pb.TokenizeResponse(token_ids=request.text.encode(), max_model_len=8)
 
     async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
@@ -162,6 +165,31 @@ async def test_cancelling_complete_cancels_the_call() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         await within(5, cancelled.wait())
+
+
+@pytest.mark.parametrize("call", ["generate", "tokenize"])
+async def test_a_call_whose_client_is_closed_says_so(call: str) -> None:
+    """As of the other client. grpc raises CancelledError, and to a TaskGroup such a task were one that it has ended."""
+    began = asyncio.Event()
+
+    async def hang(*_: object) -> AsyncIterator[pb.GenerateResponse]:
+        yield ANSWER[0]
+        began.set()
+        await asyncio.Event().wait()
+
+    async def read(client: FulcrumClient) -> None:
+        if call == "generate":
+            await client.complete(pb.GenerateRequest(text="x"))
+        else:
+            await client.tokenize(pb.TokenizeRequest(text="hang"))
+
+    async with serving(hang) as client:
+        task = asyncio.create_task(read(client))
+        await within(5, began.wait())
+        await client.close()
+        with pytest.raises(FulcrumError) as caught:
+            await within(5, task)
+    assert caught.value.code is grpc.StatusCode.CANCELLED
 
 
 async def test_deadline_travels_and_ends_the_call() -> None:
