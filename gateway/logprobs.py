@@ -104,7 +104,8 @@ class ContentTokens:
         text = "".join(self._texts)
         thought = text.find(reasoning)
         behind = thought + len(reasoning) if thought >= 0 else 0
-        at = behind if text.startswith(content, behind) else text.rfind(content)
+        begins = text.startswith(content, behind) and self._may_end_at(text, behind + len(content))
+        at = behind if begins else text.rfind(content)
         if at < 0:
             return self.rest()
         begin = self._end - len(text) + at
@@ -116,6 +117,15 @@ class ContentTokens:
                 found.append(token)
         self._texts = [text[at + len(content) :]]
         return found
+
+    def _may_end_at(self, text: str, at: int) -> bool:
+        """Whether content that ends there is no part of a marker's token: what is held back begins a marker itself."""
+        end = self._end - len(text) + at
+        for first, last, _ in self._tokens:
+            if last > end:
+                held = text[at : at + last - end].lstrip() if first < end else ""
+                return not held or held[0] in "<["
+        return True
 
     def rest(self) -> list[pb.TokenLogprob]:
         """Those that are left: of what never became content, or of nothing."""

@@ -364,6 +364,15 @@ def test_a_token_behind_half_a_character_begins_behind_it():
     assert TextLogprobs(0).answer([token(one) for one in pieces])["text_offset"] == [0, 1, 2, 2, 3, 4]
 
 
+@pytest.mark.parametrize("marker", [b"</think>", b"<think></think>", b"</tool_call>", b"[TOOL_CALLS]"])
+def test_content_that_begins_as_the_marker_before_it_is_none_of_it(marker):
+    tokens, first = ContentTokens(), marker[:1].decode()
+    tokens.add([token(marker), token(b"\n\n"), token(first.encode(), -2.0)])
+    assert [(one.bytes, one.logprob) for one in tokens.next(first)] == [(first.encode(), -2.0)]
+    tokens.add([token(b"div>")])
+    assert [one.bytes for one in tokens.next("div>")] == [b"div>"]
+
+
 def test_the_tokens_of_a_long_call_are_each_looked_at_once():
     """Before a call is over no content comes: what was read again for each token took ten seconds for this one."""
     tokens = ContentTokens()
