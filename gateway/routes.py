@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
@@ -252,26 +252,28 @@ class Routes:
         """Each choice's prompt."""
         model = body.model or ""
 
-        async def text_of(ids: list[int]) -> str:
+        async def text_of(ids: list[int], names: dict[str, str]) -> str:
             message = pb.DetokenizeRequest(model=model, token_ids=ids)
-            text: str = (await self._call(request, "Detokenize", message, {})).text
+            text: str = (await self._call(request, "Detokenize", message, names)).text
             return text
 
-        echoes = []
-        for prompt in body.prompt:
+        echoes: list[Echo] = []
+        prompts: Sequence[str | list[int]] = body.prompt
+        for number, prompt in enumerate(prompts):
+            names = {"prompt": f"prompt[{number}]"} if len(prompts) > 1 else {}
             first = b""
             if isinstance(prompt, str):
                 text = prompt
                 if body.logprobs is not None:
-                    pieces = await self._call(request, "Tokenize", pb.TokenizeRequest(model=model, text=prompt), {})
+                    pieces = await self._call(request, "Tokenize", pb.TokenizeRequest(model=model, text=prompt), names)
                     first = b"".join(pieces.token_bytes[:1])
             else:
-                text = await text_of(prompt)
+                text = await text_of(prompt, names)
                 if body.logprobs is not None:
-                    alone = await text_of(prompt[:1])
+                    alone = await text_of(prompt[:1], names)
                     first = alone.encode()
                     if not text.startswith(alone):  # it ends within a character, of which each byte behind is a U+FFFD
-                        missing = len(await text_of(prompt[1:])) - len(text) + len(alone)
+                        missing = len(await text_of(prompt[1:], names)) - len(text) + len(alone)
                         first = text[: len(alone)].encode()[:-missing]
             echoes += [Echo(text, first)] * (body.n or 1)
         return echoes

@@ -1,6 +1,7 @@
 """Text completions: forms of the prompt, several prompts, echo."""
 
 import asyncio
+import itertools
 
 import grpc
 import openai
@@ -117,13 +118,29 @@ def test_bad_prompts(http, gateway, engine, prompt):
     assert not engine.calls
 
 
-def test_echo_of_unknown_tokens_is_refused(http, gateway, engine, kit):
-
+@pytest.mark.parametrize(
+    ("prompt", "field", "param"),
+    [
+        ([7], "token_ids[0]", "prompt[0]"),
+        ([[5], [6, 7]], "token_ids[1]", "prompt[1][1]"),
+        (["a", "\x07"], "text", "prompt[1]"),
+        ("\x07", "text", "prompt"),
+    ],
+)
+def test_echo_of_what_is_refused_names_it(http, gateway, engine, kit, monkeypatch, prompt, field, param):
     code = grpc.StatusCode.INVALID_ARGUMENT
-    engine.unary_error = kit.status(code, "x", kit.reason("INVALID_PARAMETER"), kit.violation("token_ids[0]"))
-    answer = http.post(f"{gateway}/v1/completions", json={"prompt": [7], "echo": True})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "prompt[0]"
+    refusal = kit.status(code, "x", kit.reason("INVALID_PARAMETER"), kit.violation(field))
+    looks = itertools.count(1)
+
+    async def refuse_the_last(context):
+        if next(looks) == (1 if len(prompt) == 1 else 2):
+            await context.abort_with_status(refusal)
+
+    monkeypatch.setattr(engine, "_maybe_fail", refuse_the_last)
+    body = {"prompt": prompt, "echo": True} | ({"logprobs": 0} if field == "text" else {})
+    answer = http.post(f"{gateway}/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert answer.json()["error"]["message"] == f"Invalid '{param}': bad"
 
 
 def test_max_tokens_defaults_to_16(client, engine):
