@@ -18,6 +18,7 @@ from grpc.aio._server import Server
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _LOOK_SECONDS = 1.0
+_FIRST_SECONDS = 5.0
 
 
 class _Acceptor(cygrpc.AioServer):  # type: ignore[misc]
@@ -52,6 +53,22 @@ class AioServer(Server):
         # In the place of the inherited one, whose own acceptor, let go without use, is logged when it is freed already.
         self._loop = asyncio.get_running_loop()
         self._server = _Acceptor(self._loop, None, (), tuple(interceptors), tuple(options), None)
+
+
+async def write_first(context: Context, message: Any) -> None:
+    """Writes the first message of a call, whole also where its handler is cancelled meanwhile (for 5 s at most).
+
+    With it go the call's metadata, and grpc.aio knows of that only when the write is over: cut short, it would send
+    them once more together with the status; gRPC takes neither then, and the caller would wait for ever.
+    """
+    writing = asyncio.ensure_future(context.write(message))
+    writing.add_done_callback(lambda task: task.cancelled() or task.exception())  # no fault where nobody waits any more
+    try:
+        await asyncio.wait((writing,))
+    except asyncio.CancelledError:
+        await asyncio.wait((writing,), timeout=_FIRST_SECONDS)
+        raise
+    writing.result()
 
 
 async def ended(server: grpc.aio.Server) -> None:

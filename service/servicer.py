@@ -14,7 +14,7 @@ from engine.request import RejectReason, Request, RequestRejected
 from engine.stream import RequestStream
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc
-from service.aio_server import Context
+from service.aio_server import Context, write_first
 from service.auth import Authenticator, Caller
 from service.choice import Choice
 from service.errors import Violation, draining, engine_dead, invalid
@@ -116,7 +116,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             logger.info("request %s (%s): %.*s", job.request_id, record.label, _LOGGED_CHARACTERS, shown)
         logger.debug("request %s (%s) is accepted: %d prompt tokens", *about, len(job.prompt), extra=what)
         try:
-            await context.write(pb.GenerateResponse(accepted=pb.Accepted(request_id=job.request_id, model=name)))
+            await write_first(context, pb.GenerateResponse(accepted=pb.Accepted(request_id=job.request_id, model=name)))
             goes_on = field != "chat" or request.chat.continue_final_message
             begin = partial(self._choice, asked=asked, after_prompt=goes_on, reading=prompt.reading)
             usage = await self._stream(stream, job, begin, record, context)
