@@ -75,10 +75,13 @@ class Fulcrum:
 
 
 def descendants(pid: int) -> list[int]:
-    found = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in children.read_text().split():
-            found += [int(child), *descendants(int(child))]
+    """All processes below this one. What ends while it is looked at has no children (proc(5): ENOENT, ESRCH)."""
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                for child in map(int, (thread / "children").read_text().split()):
+                    found += [child, *descendants(child)]
     return found
 
 

@@ -1,5 +1,6 @@
 """The default model, served by real processes; each test talks to them as a user would."""
 
+import contextlib
 import os
 import queue
 import re
@@ -37,21 +38,30 @@ class Addresses:
     pid: int
 
     def family(self) -> list[int]:
-        """Its process and all below it."""
+        """Its process and all below it. What ends while it is looked at has no children (proc(5): ENOENT, ESRCH)."""
         found = [self.pid]
         for pid in found:
-            for children in Path(f"/proc/{pid}/task").glob("*/children"):
-                found += map(int, children.read_text().split())
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                for thread in Path(f"/proc/{pid}/task").iterdir():
+                    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                        found += map(int, (thread / "children").read_text().split())
         return found
 
     def resident(self) -> float:
         """MB that all of these have in memory."""
-        pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.family())
+        pages = 0
+        for pid in self.family():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
     def open_files(self) -> int:
         """File descriptors of all of these."""
-        return sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in self.family())
+        count = 0
+        for pid in self.family():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                count += len(os.listdir(f"/proc/{pid}/fd"))
+        return count
 
 
 @contextmanager
