@@ -340,8 +340,9 @@ def running_gateway(
             for process in processes:
                 assert process.stdout.readline(), log.read_text()
             url = f"http{'s' if 'https_cert' in settings else ''}://127.0.0.1:{listener.getsockname()[1]}"
-            if wait:
-                wait_until(lambda: is_healthy(url), 30, "the gateway to be healthy")
+            if wait:  # each process looks for its engines by itself, and any may take a connection
+                looks = 1 if workers == 1 else 4 * workers
+                wait_until(lambda: all(is_healthy(url) for _ in range(looks)), 30, "the gateway to be healthy")
             yield url
         finally:
             listener.close()

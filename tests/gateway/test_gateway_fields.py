@@ -723,7 +723,7 @@ def test_an_upgrade_in_pieces_lets_no_request_hide_in_a_body(gateway, engine):
         for piece in pieces:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(piece)
-            httpx.get(f"{gateway}/livez")  # the gateway has read the piece by now
+            httpx.get(f"{gateway}/livez", timeout=20)  # the gateway has read the piece by now
         received = b""
         with contextlib.suppress(ConnectionError):
             received = b"".join(iter(functools.partial(connection.recv, 4096), b""))  # to the connection's end

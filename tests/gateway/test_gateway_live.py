@@ -95,6 +95,7 @@ def test_an_administrator_sees_it_and_others_do_not(http, engine, kit, admin, st
         assert (first["waits"]["first_tokens"], first["waits"]["first_token_seconds"]) == (2, 0.5)
         assert (first["pages"], first["total_nodes"]) == ("0112", 2)
         assert first["nodes"] == [[0, 2, 1, 5, 0], [1, 1, 0, 3, 1]]
+        kit.wait_until(lambda: admin.watchers == 0, what="the first to be over")
         with http.stream("GET", f"{url}/page/live", headers=ops) as stream:
             lines = stream.iter_lines()  # let go, it would end the stream
             next(lines)
