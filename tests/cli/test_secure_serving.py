@@ -160,8 +160,8 @@ def test_apart_with_mutual_tls(fulcrum, await_end, options: list[str], certifica
         while awaited not in gateway.log.read_text():
             assert time.monotonic() < until, f"the log does not say: {awaited}"
         body, headers = {"prompt": "x", "max_tokens": 1}, {"authorization": "Bearer sk-user"}
-        answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers)
-        health = httpx.get(f"{url}/health")
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+        health = httpx.get(f"{url}/health", timeout=60)
         assert gateway.stop() == 0
         assert gateway.log.read_text().count(awaited) == 1
         return health.status_code, answer.status_code

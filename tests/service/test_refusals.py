@@ -375,6 +375,7 @@ async def test_a_message_that_does_not_come_is_waited_for_so_long(make_core, ser
         error = details(await refused(begin(timeout=20)))
         assert (error.code, error.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "REQUEST_TIMEOUT")
         assert error.message == "the message has not come within 0.1 s"
+        monkeypatch.setattr("service.guard._ARRIVAL_SECONDS", 20.0)
         ended = begin(timeout=20)
         await ended.done_writing()  # without any
         assert details(await refused(ended)).reason == "MALFORMED_MESSAGE"
