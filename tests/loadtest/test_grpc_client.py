@@ -20,6 +20,7 @@ from loadtest.serve import LoadTest
 from loadtest.tokens import RemoteTokenizer, served_model
 
 pytestmark = pytest.mark.usefixtures("no_children")
+RUNS = 5  # of which one has to be on time: a busy machine is late in some of them, a wrong figure in all
 
 
 class Engine(InferenceServiceServicer):
@@ -100,15 +101,21 @@ def test_an_engine_is_measured(engine, tmp_path):
     headers = {"authorization": "Bearer k"}
     target = Target("grpc", url, "", "", headers, {"temperature": 0.5, "top_k": 3}, ignore_eos=True)
     test = LoadTest(target, "custom", Sampling(path, 4, shuffle=False), workers=2, progress=False).prepared()
-    done = test.run(test.chains())
-    result = done.fields
-    assert [record.error for record in done.records] == [""] * 4
-    assert (result["total_input_tokens"], result["total_output_tokens"], result["cached_tokens"]) == (44, 24, 8)
-    assert result["events_per_token"] == 1.0
-    assert 98 <= result["median_ttft_ms"] < 200
-    assert 19 <= result["median_tpot_ms"] < 60
-    assert 198 <= result["median_e2el_ms"] < 400
-    assert sorted(request.text for request in servicer.requests) == ["p0", "p1", "p2", "p3"]
+    measured = []
+    for _ in range(RUNS):
+        servicer.requests.clear()
+        done = test.run(test.chains())
+        result = done.fields
+        assert [record.error for record in done.records] == [""] * 4
+        assert (result["total_input_tokens"], result["total_output_tokens"], result["cached_tokens"]) == (44, 24, 8)
+        assert result["events_per_token"] == 1.0
+        assert sorted(request.text for request in servicer.requests) == ["p0", "p1", "p2", "p3"]
+        measured.append([result[f"median_{name}_ms"] for name in ("ttft", "tpot", "e2el")])
+        assert all(told >= least for told, least in zip(measured[-1], (98, 19, 198), strict=True)), measured
+        if all(told < most for told, most in zip(measured[-1], (200, 60, 400), strict=True)):
+            break
+    else:
+        pytest.fail(f"each run was late: {measured}")
     request = servicer.requests[0]
     assert request.model == "served"
     assert (request.sampling.temperature, request.sampling.top_k, request.sampling.HasField("top_p")) == (0.5, 3, False)

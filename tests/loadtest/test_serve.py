@@ -23,6 +23,7 @@ from loadtest.report import details, print_out
 from loadtest.serve import LoadTest
 
 pytestmark = pytest.mark.usefixtures("no_children")
+RUNS = 5  # of which one has to be on time: a busy machine is late in some of them, a wrong figure in all
 
 
 @pytest.fixture
@@ -51,30 +52,40 @@ def run(test: LoadTest):
 
 
 def test_known_delays_are_measured(mock_server, stream, load_test):
-    with mock_server(partial(stream, first=0.2, gap=0.05)) as server:
-        done = run(load_test(server.url, workers=2, warmups=3, objectives={"ttft": 190}))
-    result = done.fields
-    assert (result["completed"], result["failed"], done.fields["unfinished"]) == (8, 0, 0)
-    assert (result["total_input_tokens"], result["total_output_tokens"]) == (8 * 3, 8 * 5)
-    assert result["events_per_token"] == 1.0
-    assert result["max_concurrent_requests"] == 8
-    assert result["max_output_tokens_per_s"] == 40
-    assert result["request_goodput"] == 0
-    assert len(server.calls) == 8 + 3
-    # Nothing comes before its time; how much later depends on how busy this machine is.
-    for name, least in {"ttft": 200, "tpot": 50, "itl": 45, "e2el": 400}.items():
-        assert least - 2 <= result[f"median_{name}_ms"] < least + 100, name
-    assert result["duration"] == pytest.approx(0.4, abs=0.3)
-    assert result["request_throughput"] == 8 / result["duration"]
-    assert [record.text for record in done.records] == [" a" * 5] * 8
+    late = []
+    for _ in range(RUNS):
+        with mock_server(partial(stream, first=0.2, gap=0.05)) as server:
+            done = run(load_test(server.url, workers=2, warmups=3, objectives={"ttft": 190}))
+        result = done.fields
+        assert (result["completed"], result["failed"], done.fields["unfinished"]) == (8, 0, 0)
+        assert (result["total_input_tokens"], result["total_output_tokens"]) == (8 * 3, 8 * 5)
+        assert result["events_per_token"] == 1.0
+        assert result["request_goodput"] == 0
+        assert len(server.calls) == 8 + 3
+        assert result["request_throughput"] == 8 / result["duration"]
+        assert [record.text for record in done.records] == [" a" * 5] * 8
+        # Nothing comes before its time; how much later depends on how busy this machine is.
+        least = {"median_ttft_ms": 200, "median_tpot_ms": 50, "median_itl_ms": 45, "median_e2el_ms": 400}
+        late.append({name: result[name] - told for name, told in least.items()})
+        late[-1]["duration"] = 1000 * (result["duration"] - 0.4)
+        assert min(late[-1].values()) >= -2, late[-1]
+        if max(late[-1].values()) < 100:
+            assert result["max_concurrent_requests"] == 8
+            assert result["max_output_tokens_per_s"] == 40
+            return
+    pytest.fail(f"each run was late, by these ms: {late}")
 
 
 def test_arrivals_keep_their_times(mock_server, stream, load_test):
-    with mock_server(stream) as server:
-        test = load_test(server.url, rate=16.0, burstiness=float("inf"), workers=2)
-        records = run(test).records
-    starts = [record.start - records[0].start for record in records]
-    assert starts == pytest.approx([n / 16 for n in range(8)], abs=0.045)
+    late = []
+    for _ in range(RUNS):
+        with mock_server(stream) as server:
+            test = load_test(server.url, rate=16.0, burstiness=float("inf"), workers=2)
+            records = run(test).records
+        late.append([record.start - records[0].start - number / 16 for number, record in enumerate(records)])
+        if max(map(abs, late[-1])) < 0.045:
+            return
+    pytest.fail(f"no run kept the times: {late}")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
