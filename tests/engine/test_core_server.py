@@ -51,13 +51,18 @@ def continuation(prompt: tuple[int, ...], count: int) -> list[int]:
 
 
 class SumRunner:
-    """Sums. `gate` holds it at the beginning of a step; `failure` is raised once by the next launch."""
+    """Sums. `gate` holds it at the beginning of a step; `failure` is raised once by the next launch.
+
+    `pause` is what a step takes, seconds: with a hundredth, LONG tokens take 40 s, and their request still runs when
+    the client's next word comes, however busy the machine is.
+    """
 
     def __init__(self) -> None:
         self.rows: dict[int, list[int]] = {}
         self.gate = threading.Event()
         self.gate.set()
         self.steps = 0
+        self.pause = 0.0
         self.failure: Exception | None = None
 
     def launch(self, step: Step) -> Step:
@@ -71,7 +76,7 @@ class SumRunner:
         return step
 
     def collect(self, launched: Step) -> StepResult:
-        time.sleep(0)  # as for a device: the client's thread has the interpreter meanwhile
+        time.sleep(self.pause)  # as for a device: the client's thread has the interpreter meanwhile
         tokens = []
         for sample in launched.samples:
             tokens.append(next_token(self.rows[sample.row]))
@@ -182,17 +187,20 @@ async def test_two_clients_do_not_see_each_other(served: Served) -> None:
 
 async def test_a_live_id_is_refused_by_whoever_sends_it_and_the_first_is_unharmed(served: Served) -> None:
     async with connected(served) as one, connected(served) as other:
+        served.runner.pause = 0.01
         first = await one.submit(request("a", max_tokens=LONG))
         for client in (one, other):
             with pytest.raises(RequestRejected) as refusal:
                 await client.submit(request("a"))
             assert refusal.value.reason is RejectReason.DUPLICATE_ID
+        served.runner.pause = 0.0
         tokens, finish, _ = await read(first)
         assert (len(tokens), finish) == (LONG, FinishReason.LENGTH)
 
 
 async def test_a_cancelled_duplicate_leaves_the_other_clients_request_alone(served: Served) -> None:
     async with connected(served) as one, connected(served) as other:
+        served.runner.pause = 0.01
         first = await one.submit(request("a", max_tokens=LONG))
         submitting = asyncio.create_task(other.submit(request("a")))
         await asyncio.sleep(0)
@@ -200,6 +208,7 @@ async def test_a_cancelled_duplicate_leaves_the_other_clients_request_alone(serv
         with pytest.raises(asyncio.CancelledError):
             await submitting
         await other.stats()  # the core has read what the other client sent
+        served.runner.pause = 0.0
         tokens, finish, _ = await read(first)
         assert (len(tokens), finish) == (LONG, FinishReason.LENGTH)
 
@@ -215,6 +224,7 @@ async def test_refusals_name_the_field(served: Served) -> None:
 
 async def test_abort_ends_a_running_request_and_returns_its_pages(served: Served) -> None:
     async with connected(served) as client, connected(served) as admin:
+        served.runner.pause = 0.01
         stream = await client.submit(request("a", max_tokens=LONG))
         assert await admin.abort(["b", "a"]) == ["a"]
         tokens, finish, _ = await read(stream)
@@ -253,10 +263,14 @@ async def test_a_request_that_waits_to_be_accepted_can_be_cancelled(served: Serv
 
 async def test_a_lost_client_has_its_requests_aborted_and_the_others_go_on(served: Served) -> None:
     async with connected(served) as other:
+        served.runner.pause = 0.01
         survivor = await other.submit(request("b", (9,), max_tokens=LONG))
         async with connected(served) as client:
             for number in range(5):
                 await client.submit(request(f"a{number}", max_tokens=LONG))
+        while (await other.stats()).live_requests > 1:
+            pass
+        served.runner.pause = 0.0
         assert (await read(survivor))[0] == continuation((9,), LONG)
         stats = await other.stats()
         assert (stats.requests_aborted, stats.live_requests, stats.used_pages) == (5, 0, 0)
@@ -274,8 +288,11 @@ async def test_a_slow_reader_gets_everything_merged_in_pieces(served: Served) ->
 
 async def test_end_sequence_ends_one_index_only(served: Served) -> None:
     async with connected(served) as client:
+        served.runner.pause = 0.01
         stream = await client.submit(request("a", max_tokens=LONG, n=3))
         client.end_sequence(stream, 1)
+        await client.stats()  # the core has read it
+        served.runner.pause = 0.0
         tokens: dict[int, list[int]] = {}
         async for event in stream:
             if isinstance(event, list):
@@ -288,6 +305,7 @@ async def test_end_sequence_ends_one_index_only(served: Served) -> None:
 
 async def test_an_abort_reaches_the_reader_on_an_index_that_still_runs(served: Served) -> None:
     async with connected(served) as client:
+        served.runner.pause = 0.01
         stream = await client.submit(request("a", max_tokens=LONG, n=3))
         client.end_sequence(stream, 0)
         assert await client.abort(["a"]) == ["a"]
@@ -350,6 +368,7 @@ def test_a_lost_device_ends_the_core(served: Served) -> None:
 
 async def test_a_draining_core_refuses_and_finishes(served: Served) -> None:
     async with connected(served) as client, connected(served) as other:
+        served.runner.pause = 0.01
         running = await client.submit(request("a", max_tokens=LONG))
         assert await client.drain() == 1
         await other.state_changed()
@@ -357,6 +376,7 @@ async def test_a_draining_core_refuses_and_finishes(served: Served) -> None:
         with pytest.raises(RequestRejected) as refusal:
             await other.submit(request("b"))
         assert refusal.value.reason is RejectReason.DRAINING
+        served.runner.pause = 0.0
         assert len((await read(running))[0]) == LONG
         async with connected(served) as late:
             await late.state_changed()
@@ -365,6 +385,7 @@ async def test_a_draining_core_refuses_and_finishes(served: Served) -> None:
 
 async def test_the_end_of_a_drain_is_told_to_all(served: Served) -> None:
     async with connected(served) as client, connected(served) as other:
+        served.runner.pause = 0.01
         running = await other.submit(request("a", max_tokens=LONG))
         await client.drain()
         assert await client.drain(end=True) == 1
@@ -384,6 +405,7 @@ async def test_flush_cache_tells_what_it_freed(served: Served) -> None:
 
 async def test_everybody_is_told_when_the_core_goes(served: Served) -> None:
     client = await CoreClient.connect(served.path)
+    served.runner.pause = 0.01
     stream = await client.submit(request("a", max_tokens=LONG))
     served.runner.gate.clear()
     asking = asyncio.create_task(client.stats())
@@ -589,6 +611,7 @@ async def test_a_grammar_that_nobody_waits_for_any_more_fails_in_silence(served:
     told: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
     async with connected(served) as client:
+        served.runner.pause = 0.01
         await client.submit(request("blocker", max_tokens=LONG))
         served.runner.gate.clear()
         asking = asyncio.create_task(client.load_grammar("a", b"", lambda: Vocabulary((), (EOS,))))
