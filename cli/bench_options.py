@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from cli.options import engine_tls, existing_file, together
-from cli.settings import Params, engine_credentials, is_http, record
+from cli.settings import Params, engine_credentials, is_http, join_address, record
 from fulcrum.v1.inference_pb2 import FlushCacheRequest
 from loadtest.admin import operator
 from loadtest.datasets import DATASETS, Sampling
@@ -172,7 +172,8 @@ def sampling(params: Params) -> Sampling:
 def target(params: Params) -> Target:
     """The server that the options name, and how it is asked. Raises: click.UsageError."""
     backend, endpoint = params["backend"], params["endpoint"] or ""
-    url = params["base_url"] or f"{params['host']}:{params['port'] or (50051 if backend == 'grpc' else 8000)}"
+    port = params["port"] or (50051 if backend == "grpc" else 8000)
+    url = params["base_url"] or join_address(params["host"], port)
     if "://" not in url:
         url = f"http://{url}"
     if not is_http(url):

@@ -77,18 +77,18 @@ class MockServer:
 
 @pytest.fixture
 def mock_server() -> Callable[[Handler], AbstractContextManager[MockServer]]:
-    """Starts a server that answers with `handler`, on a free port."""
+    """Starts a server that answers with `handler`, on a free port of `host`."""
 
     @contextmanager
-    def start(handler: Handler) -> Iterator[MockServer]:
+    def start(handler: Handler, host: str = "127.0.0.1") -> Iterator[MockServer]:
         mock = MockServer(handler)
         loop = asyncio.new_event_loop()
         started = threading.Event()
 
         async def main() -> None:
-            server = await asyncio.start_server(mock.serve, "127.0.0.1", 0)
+            server = await asyncio.start_server(mock.serve, host, 0)
             mock.port = server.sockets[0].getsockname()[1]
-            mock.url = f"http://127.0.0.1:{mock.port}"
+            mock.url = f"http://{f'[{host}]' if ':' in host else host}:{mock.port}"
             started.set()
 
         def run() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 import socketserver
 import subprocess
 import sys
@@ -390,6 +391,19 @@ def test_command_prints_saves_and_compares(mock_server, stream, prompts, tmp_pat
     ran = command("compare", tmp_path / "watched.json", "--plot-dir", plots)
     assert ran.exit_code == 0, ran.output
     assert {path.name for path in plots.iterdir()} == {"goodput.svg", "latency.svg", "samples.svg"}
+
+
+def test_a_host_may_be_an_ipv6_address(mock_server, stream, prompts):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("there is no IPv6 here")
+    with mock_server(stream, host="::1") as server:
+        arguments = ["--host", "::1", "--port", server.port, "--model", "m", "--num-prompts", 3, "--disable-tqdm"]
+        ran = command("serve", *arguments, "--dataset-name", "custom", "--dataset-path", prompts)
+        assert ran.exit_code == 0, ran.output
+        assert "Successful requests:                     3" in ran.output
+        assert {call.headers["host"] for call in server.calls} == {f"[::1]:{server.port}"}
 
 
 def test_a_label_is_part_of_a_file_name_and_no_folder(mock_server, stream, prompts, tmp_path):
