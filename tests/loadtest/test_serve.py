@@ -393,6 +393,26 @@ def test_command_prints_saves_and_compares(mock_server, stream, prompts, tmp_pat
     assert {path.name for path in plots.iterdir()} == {"goodput.svg", "latency.svg", "samples.svg"}
 
 
+def test_a_load_and_what_it_asks_before_go_past_proxies(mock_server, stream, prompts, monkeypatch):
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "socks5://127.0.0.1:1")
+
+    async def answer(call):
+        if call.path == "/v1/models":
+            await call.head(kind="application/json")
+            await call.send(json.dumps({"data": [{"id": "named"}]}))
+            await call.end()
+        else:
+            await stream(call)
+
+    with mock_server(answer) as server:
+        arguments = ["--base-url", server.url, "--num-prompts", 2, "--disable-tqdm", "--dataset-name", "custom"]
+        ran = command("serve", *arguments, "--dataset-path", prompts)
+        assert ran.exit_code == 0, ran.output
+        assert "Successful requests:                     2" in ran.output
+        assert server.calls[-1].body["model"] == "named"
+
+
 def test_a_host_may_be_an_ipv6_address(mock_server, stream, prompts):
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
