@@ -54,6 +54,7 @@ class Server:
 def run_batch(source: Path, target: Path, params: Params, engine: click.Command, gateway: click.Command) -> None:
     """Answers every row of `source` that `target` does not hold yet. Raises: Failed; ConfigError for the files."""
     settings.engine_config(params, Path())  # wrong settings are told before anything is loaded
+    processes.raise_file_limit()  # a connection for each request under way
     params = {**params, "api_key": settings.first_key(params)}
     if params["base_url"] and not settings.is_http(params["base_url"]):
         raise settings.ConfigError(f"--base-url must be http://HOST:PORT/v1 or https://..., not {params['base_url']!r}")

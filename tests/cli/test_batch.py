@@ -232,6 +232,22 @@ def test_as_many_requests_run_together_as_are_allowed(tmp_path: Path, option: li
     assert not together.broken
 
 
+def test_more_requests_run_together_than_the_first_limit_of_open_files(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", *(line(str(number), prompt="x") for number in range(100)))
+    together = threading.Barrier(100)
+
+    def reply(number: int, body: dict[str, Any]) -> Reply:
+        together.wait(20)
+        return ok(number, body)
+
+    with replying(reply) as server:
+        limited = ["sh", "-c", 'ulimit -S -n 80 && exec "$@"', "sh", sys.executable, "-m", "cli", "batch"]
+        command = [*limited, source, tmp_path / "out", f"--base-url={server.url}", "--max-concurrency=100"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "100 rows: 100 answered, 0 of them with an error, 0 left\n"
+    assert not together.broken
+
+
 def test_a_busy_server_is_asked_again_as_late_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cli.batch._WAITS", (0.01, 0.01, 0.01))
     source = write(tmp_path / "in", line("a", prompt="A"))
