@@ -164,6 +164,8 @@ async def _answer(client: "httpx.AsyncClient", row: Row) -> dict[str, Any]:
             response = await client.post(row.url, content=data, headers={"content-type": "application/json"})
         except httpx.ReadTimeout as error:
             return _error(row, "request_timeout", f"no answer from {client.base_url}: {error or 'it took too long'}")
+        except httpx.DecodingError as error:
+            return _error(row, "invalid_response", f"its content-encoding is not what it says: {error}")
         except httpx.TransportError as error:
             asked, problem = None, f"{error or type(error).__name__}"
         else:
@@ -181,7 +183,7 @@ async def _answer(client: "httpx.AsyncClient", row: Row) -> dict[str, Any]:
 def _line(row: Row, response: "httpx.Response") -> dict[str, Any]:
     try:
         body = response.json()
-    except ValueError:  # something between us and the server has answered
+    except (ValueError, RecursionError):  # something between us and the server has answered
         message = f"status {response.status_code}, and no JSON: {response.text[:200]!r}"
         return _error(row, "invalid_response", message)
     told = {"status_code": response.status_code, "request_id": response.headers.get("x-request-id"), "body": body}

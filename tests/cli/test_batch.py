@@ -289,22 +289,25 @@ def test_rows_reach_the_disk_within_a_second(tmp_path: Path, monkeypatch: pytest
 
 
 def test_errors_are_rows(tmp_path: Path) -> None:
-    source = write(tmp_path / "in", line("a", prompt="A"), line("b", prompt="B"), line("c", prompt="C"))
+    source = write(tmp_path / "in", *(line(name, prompt=name.upper()) for name in "abcde"))
     replies = {
         "A": (500, {}, b'{"error": {"code": "internal_error"}}'),
         "B": (502, {}, b"<html>Bad gateway</html>"),
         "C": (200, {}, b'{"text": "C"}'),
+        "D": (200, {"content-encoding": "gzip"}, b'{"text": "D"}'),
+        "E": (200, {}, b"[" * 100_000),
     }
     with replying(lambda number, body: replies[body["prompt"]]) as server:
         result = batch(source, tmp_path / "out", f"--base-url={server.url}/", "--fail-on-error")
     assert result.exit_code == 1
-    assert result.stdout == "3 rows: 3 answered, 2 of them with an error, 0 left\n"
+    assert result.stdout == "5 rows: 5 answered, 4 of them with an error, 0 left\n"
     found = {each["custom_id"]: each for each in read(tmp_path / "out")}
     assert found["a"]["response"]["status_code"] == 500
     assert found["a"]["response"]["body"] == {"error": {"code": "internal_error"}}
     assert found["a"]["error"] is None
-    assert found["b"]["response"] is None
-    assert found["b"]["error"]["code"] == "invalid_response"
+    for name in "bde":
+        assert found[name]["response"] is None
+        assert found[name]["error"]["code"] == "invalid_response"
     assert "502" in found["b"]["error"]["message"]
 
 
