@@ -81,10 +81,28 @@ def run_batch(source: Path, target: Path, params: Params, engine: click.Command,
         raise SystemExit(1)
 
 
+def _client(server: Server, seconds: float, concurrency: int) -> "httpx.AsyncClient":
+    """For requests of so many seconds. Raises: ConfigError for a proxy that cannot be used."""
+    import httpx
+
+    try:
+        return httpx.AsyncClient(
+            base_url=server.url,
+            headers={"x-request-timeout": str(seconds)}
+            | ({"authorization": f"Bearer {server.key}"} if server.key else {}),
+            # The server keeps the time; this is for one that is stuck.
+            timeout=httpx.Timeout(seconds + 30, connect=30, pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=concurrency),
+            trust_env=server.both is None,
+            mounts=dict.fromkeys(_HERE),  # no proxy between this machine and itself
+        )
+    except (ImportError, ValueError, httpx.InvalidURL) as error:
+        raise settings.ConfigError(f"the proxy that the environment names cannot be used: {error}") from error
+
+
 async def _run(
     requests: Requests, answers: Answers, params: Params, engine: click.Command, gateway: click.Command
 ) -> None:
-    import httpx
     from tqdm import tqdm
 
     signals = StopSignals()
@@ -93,16 +111,7 @@ async def _run(
         async with _server(params, engine, gateway, signals) as server:
             concurrency = min(params["max_concurrency"] or server.concurrency, left)
             seconds = params["request_timeout"]
-            client = httpx.AsyncClient(
-                base_url=server.url,
-                headers={"x-request-timeout": str(seconds)}
-                | ({"authorization": f"Bearer {server.key}"} if server.key else {}),
-                # The server keeps the time; this is for one that is stuck.
-                timeout=httpx.Timeout(seconds + 30, connect=30, pool=None),
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=concurrency),
-                trust_env=server.both is None,
-                mounts=dict.fromkeys(_HERE),  # no proxy between this machine and itself
-            )
+            client = _client(server, seconds, concurrency)
             bar = tqdm(
                 total=len(requests), initial=len(answers.done), unit="row", disable=None if params["progress"] else True
             )

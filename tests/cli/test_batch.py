@@ -492,3 +492,12 @@ def test_a_base_url_is_one(tmp_path: Path, url: str) -> None:
     result = batch(write(tmp_path / "in", line("a")), tmp_path / "out", f"--base-url={url}")
     assert result.exit_code == 2
     assert "--base-url must be http://HOST:PORT/v1" in result.stderr
+
+
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "nonsense://127.0.0.1:1", "http://127.0.0.1:port"])
+def test_a_proxy_that_cannot_be_used_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
+    monkeypatch.setenv("all_proxy", proxy)
+    monkeypatch.setitem(sys.modules, "socksio", None)  # which httpx speaks SOCKS with
+    result = batch(write(tmp_path / "in", line("a", prompt="A")), tmp_path / "out", "--base-url=http://example.test/v1")
+    assert result.exit_code == 2, result.output
+    assert "Error: the proxy that the environment names cannot be used: " in result.stderr
