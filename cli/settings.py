@@ -173,5 +173,6 @@ def check_port(host: str, port: int | None, option: str) -> None:
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {join_address(host, port)} ({option}): {error.strerror}") from error
+    except (OSError, UnicodeError) as error:  # the latter of names that no host can have
+        why = error.strerror if isinstance(error, OSError) else "this is no host's name"
+        raise ConfigError(f"cannot listen on {join_address(host, port)} ({option}): {why}") from error

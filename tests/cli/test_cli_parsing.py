@@ -278,6 +278,14 @@ def test_name_of_a_local_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             ["engine", "--admin-address=1.2.3.4:5"],
             "Error: admin_address: a TCP address (1.2.3.4:5) needs an API key with admin, in api_key_file",
         ),
+        (
+            ["serve", "--api-key=k", "--host=a..b"],
+            "Error: cannot listen on a..b:8000 (--port): this is no host's name",
+        ),
+        (
+            ["engine", "--metrics-port=1", f"--metrics-host={'a' * 64}"],
+            f"Error: cannot listen on {'a' * 64}:1 (--metrics-port): this is no host's name",
+        ),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_status_2(arguments: list[str], line: str) -> None:
