@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import click
 
 from engine.config import EngineConfig
+from loadtest.options import POSITIVE
 from service.parsers.registry import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 from telemetry.logs import FORMATS
 
@@ -83,7 +84,6 @@ def together(*decorators: Decorator[Any]) -> Decorator[Any]:
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
 _COUNT = click.IntRange(min=1)
-_SECONDS = click.FloatRange(min=0, min_open=True)
 existing_file = click.Path(exists=True, dir_okay=False, path_type=Path)
 port = click.IntRange(0, 65535)
 
@@ -100,7 +100,7 @@ server = together(
     option("--host", "Address to listen on. Anything but loopback needs an API key.", default="127.0.0.1"),
     several("--api-key", "Key that callers must bring (several may be given). Prefer the variable."),
     option("--api-key-file", "File of keys, hashed and by tenants; see `fulcrum key`.", type=existing_file),
-    option("--request-timeout", "Seconds after which a request is ended.", type=_SECONDS),
+    option("--request-timeout", "Seconds after which a request is ended.", type=POSITIVE),
     option("--grace", "Seconds that running requests get when it ends.", default=30.0, type=click.FloatRange(min=0)),
     restarts,
     option("--otlp-endpoint", "OpenTelemetry collector (OTLP over HTTP) for traces.", metavar="URL"),
@@ -225,7 +225,7 @@ service_settings = together(
     option("--metrics-port", "Serves the engine's Prometheus metrics here.", type=port, show_default="not served"),
     option("--metrics-host", "Address of --metrics-port, where nobody is asked for a key.", default="127.0.0.1"),
     option(
-        "--grammar-timeout", "Seconds that compiling a schema, regex or grammar may take.", default=10.0, type=_SECONDS
+        "--grammar-timeout", "Seconds that compiling a schema, regex or grammar may take.", default=10.0, type=POSITIVE
     ),
     option("--max-priority", "Highest of callers whose key does not say.", type=int, show_default="any; 0 with keys"),
     switch("--log-requests", "Log each accepted request, prompt and all (else no log holds any text)."),
@@ -251,7 +251,7 @@ batch = together(
         "--request-timeout",
         "Seconds after which a request is ended; its row is an error then.",
         default=86400.0,
-        type=_SECONDS,
+        type=POSITIVE,
     ),
     switch("--fail-on-error", "Exit status 1 if a row is an error."),
     option("--log-level", "Least level logged, of its own server.", default="warning", type=log_levels),

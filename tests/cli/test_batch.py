@@ -501,3 +501,14 @@ def test_a_proxy_that_cannot_be_used_is_one_line(tmp_path: Path, monkeypatch: py
     result = batch(write(tmp_path / "in", line("a", prompt="A")), tmp_path / "out", "--base-url=http://example.test/v1")
     assert result.exit_code == 2, result.output
     assert "Error: the proxy that the environment names cannot be used: " in result.stderr
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "0"])
+def test_a_time_that_is_no_number_of_seconds_is_refused_before_it_is_every_rows_error(
+    tmp_path: Path, seconds: str
+) -> None:
+    source = write(tmp_path / "in", line("a", prompt="A"))
+    result = batch(source, tmp_path / "out", "--base-url=http://127.0.0.1:1/v1", f"--request-timeout={seconds}")
+    assert result.exit_code == 2
+    assert "'--request-timeout'" in result.stderr
+    assert not (tmp_path / "out").exists()
