@@ -23,11 +23,14 @@ _FIGURES = (
 def compare(results: Mapping[str, Fields]) -> str:
     """The table of these results, by the name of each, in order: figures, each with its ratio to the first's.
 
-    Raises: LoadTestError when there is nothing to compare.
+    Raises: LoadTestError when there is nothing to compare, or a figure is no number.
     """
     columns = [offline_renamed(fields) for fields in results.values()]
     if not any("request_throughput" in fields for fields in columns):
         raise LoadTestError("these are no result files of a load test")
+    for name, fields in zip(results, columns, strict=True):
+        if odd := [key for key in _FIGURES if not isinstance(fields.get(key), int | float | None)]:
+            raise LoadTestError(f"{name} is no result file of a load test: its {odd[0]} is no number")
     lines = [[title(key), *(_text(fields.get(key)) for fields in columns)] for key in (*_LOAD, *_HEAD)]
     for key in _FIGURES:
         values = [fields.get(key) for fields in columns]

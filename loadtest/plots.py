@@ -10,15 +10,20 @@ from loadtest.records import Fields, LoadTestError
 def plot(rows: Sequence[Fields], folder: Path, kinds: Sequence[str]) -> list[Path]:
     """Draws goodput.KIND and latency.KIND for each kind ("svg", "png"); the infinite rate stands at the right end.
 
-    Where rows were watched (as `loadtest.suite`'s card24), the last one's samples.KIND too.
+    Rows of runs without a server have no rate, and are left out; what a row lacks is a gap. Where rows were watched (as
+    `loadtest.suite`'s card24), the last one's samples.KIND too.
 
-    Raises: LoadTestError when matplotlib is missing or a file cannot be written.
+    Raises: LoadTestError when no row has a rate, when matplotlib is missing or a file cannot be written.
     """
+    rows = [row for row in rows if "request_rate" in row]
+    if not rows:
+        raise LoadTestError("there is nothing to draw: no result has a request rate")
     places, ticks = range(len(rows)), [str(row["request_rate"]) for row in rows]
 
     def draw(axes: Any, title: str, unit: str, keys: Mapping[str, str]) -> None:
         for key, label in keys.items():  # a row of which no request succeeded is a gap
-            axes.plot(places, [row[key] if row["completed"] else None for row in rows], marker="o", label=label)
+            values = [row.get(key) if row.get("completed", 1) else None for row in rows]
+            axes.plot(places, values, marker="o", label=label)
         axes.set(title=title, xlabel="offered requests/s", ylabel=unit, xticks=places, xticklabels=ticks)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
@@ -31,11 +36,13 @@ def plot(rows: Sequence[Fields], folder: Path, kinds: Sequence[str]) -> list[Pat
     draw(axes, title, "requests/s", keys)
     axes.legend()
     for name, axes in zip(("ttft", "tpot", "itl"), figures["latency"].subplots(1, 3), strict=True):
-        keys = {key: key.partition("_")[0] for key in rows[0] if key.startswith("p") and key.endswith(f"_{name}_ms")}
+        told = (key for row in rows for key in row if key.startswith("p") and key.endswith(f"_{name}_ms"))
+        keys = {key: key.partition("_")[0] for key in told}
         draw(axes, name.upper(), "ms", keys)
         if name in objectives:
             axes.axhline(objectives[name], linestyle="--", color="gray", label="objective")
-        axes.legend()
+        if axes.lines:
+            axes.legend()
     if watched := [row["samples"] for row in rows if "samples" in row]:
         figures["samples"] = _over_time(watched[-1])
     paths = {folder / f"{name}.{kind}": figure for name, figure in figures.items() for kind in kinds}

@@ -56,6 +56,34 @@ def test_what_is_no_result_is_told(tmp_path):
             read_result(tmp_path / "a.json")
     with pytest.raises(LoadTestError, match="no result files"):
         compare({"a": {"x": 1}})
+    for odd in ("2.0", [2.0]):
+        with pytest.raises(LoadTestError, match="b is no result file of a load test: its p99_itl_ms is no number"):
+            compare({"a": {"request_throughput": 1.0}, "b": {"request_throughput": 1.0, "p99_itl_ms": odd}})
+
+
+@pytest.mark.filterwarnings("error")
+def test_results_are_drawn_without_those_that_have_no_rate(tmp_path):
+    """Of a run without a server, of one with other percentiles, of one without any that succeeded."""
+    served = {"request_rate": "inf", "completed": 1, "request_throughput": 2.0, "request_goodput": None}
+    results = {
+        "offline": {"requests_per_second": 3.0},
+        "p50": served | {"p50_ttft_ms": 11.0},
+        "p99": served | {"p99_ttft_ms": 12.0, "request_rate": 4.0},
+    }
+    for name, fields in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(fields))
+
+    def drawn(*names: str):
+        files = [str(tmp_path / f"{name}.json") for name in names]
+        return CliRunner().invoke(main, ["bench", "compare", *files, "--plot-dir", str(tmp_path / "plots")])
+
+    ran = drawn("offline", "p50", "p99")
+    assert ran.exit_code == 0, ran.output
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"goodput.svg", "latency.svg"}
+    alone = drawn("offline")
+    assert alone.exit_code == 1
+    assert "Error: there is nothing to draw: no result has a request rate" in alone.output
+    assert "3.00 (x1.000)" in alone.output, "the table comes first"
 
 
 def test_table_of_a_sweep(reference):
