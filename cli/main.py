@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from cli import options
+from cli.outermost import Outermost
 
 # In a child: tells the parent where it serves, and ends when the parent does.
 _supervised = click.option("--supervised", is_flag=True, hidden=True)
@@ -23,7 +24,7 @@ def _need(extras: str, *packages: str) -> None:
         raise click.ClickException(f"{missing[0]} is missing: pip install 'fulcrum-llm[{extras}]'")
 
 
-@click.group(context_settings=options.CONTEXT)
+@click.group(cls=Outermost, context_settings=options.CONTEXT)
 @click.version_option(version("fulcrum-llm"), prog_name="fulcrum")
 def main() -> None:
     """An LLM inference service: a streaming gRPC engine, and a gateway that speaks OpenAI's API.
