@@ -75,16 +75,20 @@ def _answer(client: SyncFulcrumClient, request: pb.GenerateRequest, answer: list
 
 def _lines(*, interactive: bool) -> Iterator[str]:
     """Lines that hold something, until the end of standard input or, at the prompt, Ctrl-C."""
-    if interactive:
+    edited = interactive and sys.stdout.isatty()  # else input() would write its prompt among the answers
+    if edited:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - gives input() its line editing
     while True:
         try:
-            line = input("> ") if interactive else sys.stdin.readline()
+            if interactive and not edited:
+                click.echo("> ", nl=False, err=True)
+            line = f"{input('> ')}\n" if edited else sys.stdin.readline()
         except (EOFError, KeyboardInterrupt):
-            click.echo(err=True)
-            return
-        if not line and not interactive:
+            line = ""
+        if not line:
+            if interactive:
+                click.echo(err=True)
             return
         if line.strip():
             yield line.strip()

@@ -90,9 +90,10 @@ def test_serve(fulcrum, await_end, engine_options: list[str], tmp_path: Path) ->
     described = paste(shlex.join([*reflection, "describe", "fulcrum.v1.InferenceService"]))
     assert "rpc Generate ( .fulcrum.v1.GenerateRequest ) returns ( stream .fulcrum.v1.GenerateResponse );" in described
 
+    line = [sys.executable, "-m", "cli", "chat", f"--address={grpc_address}", "--max-tokens=4", "--temperature=0"]
+    variables = os.environ | {"FULCRUM_API_KEY": "sk-user"}
+
     def chat(text: str) -> str:
-        line = [sys.executable, "-m", "cli", "chat", f"--address={grpc_address}", "--max-tokens=4", "--temperature=0"]
-        variables = os.environ | {"FULCRUM_API_KEY": "sk-user"}
         run = subprocess.run(line, input=text.encode(), env=variables, capture_output=True, timeout=60, check=True)
         return run.stdout.decode()
 
@@ -102,6 +103,13 @@ def test_serve(fulcrum, await_end, engine_options: list[str], tmp_path: Path) ->
     one = chat("Hello\n")
     assert len(one) > 1
     assert chat("\nHello\n/reset\n  Hello  \n/exit\nunread\n") == one + one
+    ours, theirs = pty.openpty()  # typed at a terminal, while the answers go into a file
+    os.write(ours, b"Hello\n/exit\n")
+    typed = subprocess.run(line, stdin=theirs, env=variables, capture_output=True, timeout=60, check=True)
+    os.close(ours)
+    os.close(theirs)
+    assert typed.stdout.decode() == one
+    assert typed.stderr.decode().endswith("> > ")
 
     family = serve.descendants()
     assert len(family) >= 3
