@@ -179,9 +179,11 @@ def trace(request_id: str | None, steps: Path | None, last: int | None, **connec
     """
     if request_id is None and steps is None:
         raise click.UsageError("give a request's id, --steps FILE, or both")
+    from cli.run import utf8_alone
     from cli.trace import run_trace
 
-    run_trace(request_id, steps, last, connection)
+    with utf8_alone():
+        run_trace(request_id, steps, last, connection)
 
 
 @main.command(

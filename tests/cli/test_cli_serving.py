@@ -339,6 +339,14 @@ def test_a_model_that_is_none_is_one_line_and_status_1(tmp_path: Path) -> None:
         assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", [["trace", "\udcff", "--admin-address=127.0.0.1:1"], ["generate", "\udcff"]])
+def test_what_is_not_utf_8_is_one_line_and_status_1(command: list[str], tiny_model: Path) -> None:
+    """As Python gives the byte ff of a command line."""
+    model = [f"--model={tiny_model}", "--load-format=dummy", "--device=cpu", "--memory-budget=1MiB"]
+    result = CliRunner().invoke(main, [*command, *(model if command[0] == "generate" else [])])
+    assert (result.exit_code, result.stderr) == (1, "Error: what was typed or piped in is not UTF-8\n")
+
+
 def test_chat_without_a_server_is_one_line_and_status_1() -> None:
     result = CliRunner().invoke(main, ["chat", "--address=127.0.0.1:1"], input="hi\n")
     assert result.exit_code == 1
