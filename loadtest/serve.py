@@ -130,7 +130,7 @@ class LoadTest:
             "tokenizer_id": str(self.tokenizer_path) if self.tokenizer_path else None,
             "num_prompts": count,
             "request_rate": "inf" if math.isinf(self.rate) else self.rate,
-            "burstiness": self.burstiness,
+            "burstiness": "inf" if math.isinf(self.burstiness) else self.burstiness,
             "max_concurrency": self.max_concurrency,
             "dataset": self.dataset,
             "dataset_path": self.sampling.path.name if self.sampling.path else None,

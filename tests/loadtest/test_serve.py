@@ -14,6 +14,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -365,6 +366,12 @@ def test_command_prints_saves_and_compares(mock_server, stream, prompts, tmp_pat
         assert saved["request_goodput"] == saved["request_throughput"]
         assert saved["output_lens"] == [5] * 8
         assert {"machine", "commit", "command", "seed"} <= saved.keys()
+
+        even = ["--request-rate", 100, "--burstiness", "inf", "--save-result", "--result-filename", "even.json"]
+        ran = command("serve", *arguments, "--num-prompts", 2, *even)
+        assert ran.exit_code == 0, ran.output
+        saved = msgspec.json.decode((tmp_path / "results" / "even.json").read_bytes())  # which knows no Infinity
+        assert (saved["request_rate"], saved["burstiness"]) == (100.0, "inf")
 
         ran = command("sweep", *arguments, "--request-rates", "40,inf", "--seconds", 0.1, "--plot-format", "svg,png")
         assert ran.exit_code == 0, ran.output
