@@ -32,8 +32,8 @@ def compare(results: Mapping[str, Fields]) -> str:
         if odd := [key for key in _FIGURES if not isinstance(fields.get(key), int | float | None)]:
             raise LoadTestError(f"{name} is no result file of a load test: its {odd[0]} is no number")
     lines = [[title(key), *(_text(fields.get(key)) for fields in columns)] for key in (*_LOAD, *_HEAD)]
-    for key in _FIGURES:
-        values = [fields.get(key) for fields in columns]
+    for key in _FIGURES:  # of a run of which no request succeeded there are none
+        values = [fields.get(key) if fields.get("completed", 1) else None for fields in columns]
         if any(value is not None for value in values):
             lines.append([title(key), *(_with_ratio(value, values[0]) for value in values)])
     notes = []

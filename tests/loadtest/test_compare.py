@@ -49,6 +49,15 @@ def test_like_and_like_have_no_note(reference):
     assert "the client may have been the limit" in compare({"a": fields | {"client_saturated": True}})
 
 
+def test_a_run_of_which_nothing_succeeded_has_no_figures():
+    done = {"completed": 2, "failed": 0, "request_throughput": 4.0, "p50_ttft_ms": 9.0}
+    failed = {"completed": 0, "failed": 2, "request_throughput": 0.0, "p50_ttft_ms": 0.0}
+    text = compare({"a": done, "b": failed})
+    assert cells(text, "failed") == ["0", "2"]
+    assert cells(text, "requests/s") == ["4.00 (x1.000)", "-"]
+    assert cells(text, "TTFT p50, ms") == ["9.00 (x1.000)", "-"]
+
+
 def test_what_is_no_result_is_told(tmp_path):
     for text in ("{", "[1]"):
         (tmp_path / "a.json").write_text(text)
