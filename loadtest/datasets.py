@@ -206,6 +206,8 @@ def multi_turn(sampling: Sampling, tokenizer: Tokenizer) -> list[Chain]:
         prompts = (Prompt(turns[:i], length) for i, length in zip(asked, lengths, strict=True))
         chains.append(Chain(tuple(prompts)))
         left -= len(asked)
+    if not chains:
+        raise _unusable(sampling)
     return chains
 
 
@@ -262,7 +264,7 @@ def _texts_of_length(
 
 def _oversampled(prompts: list[Prompt], sampling: Sampling) -> list[Chain]:
     if not prompts:
-        raise LoadTestError(f"{sampling.path}: no entry can be used")
+        raise _unusable(sampling)
     if sampling.oversample and len(prompts) < sampling.count:
         generator = random.Random(sampling.seed)
         prompts = prompts + [generator.choice(prompts) for _ in range(sampling.count - len(prompts))]
@@ -292,6 +294,10 @@ def _decoded(sampling: Sampling, place: str, text: bytes, kind: type[_Row]) -> _
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise _unfit(sampling, place, error) from error
+
+
+def _unusable(sampling: Sampling) -> LoadTestError:
+    return LoadTestError(f"{sampling.path}: no entry can be used")
 
 
 def _unfit(sampling: Sampling, place: str, why: object) -> LoadTestError:

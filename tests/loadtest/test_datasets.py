@@ -224,6 +224,21 @@ def test_a_file_without_lines_is_told(tmp_path, name):
         DATASETS[name](Sampling(path, 9), None)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("multi-turn", '{"turns": [{"role": "user", "content": "nobody answers"}]}'),
+        ("multi-turn", '{"turns": [{"role": "assistant", "content": "nobody asked"}]}'),
+        ("sharegpt", '[{"conversations": [{"value": "alone"}]}]'),
+    ],
+)
+def test_a_file_of_which_nothing_can_be_asked_is_told(tmp_path, name, text):
+    path = tmp_path / "entries"
+    path.write_text(text)
+    with pytest.raises(LoadTestError, match="no entry can be used"):
+        DATASETS[name](Sampling(path, 9), None)
+
+
 @pytest.mark.parametrize("text", ["3", "[3]", "{}", '[{"conversations": 3}]', '[{"conversations": ["a", "b"]}]'])
 def test_conversations_of_another_form_are_told(tmp_path, text):
     path = tmp_path / "entries"
