@@ -9,6 +9,7 @@ MAX_LISTED_IDS = 1024  # of logit_bias, and of stop_token_ids: a row of the devi
 
 _RANGES = {
     **dict.fromkeys(("n", "max_tokens"), (1, inf)),
+    "min_tokens": (0, inf),
     "temperature": (0, MOST_FLOAT),
     "top_p": (0, 1),
     "min_p": (0, 1),
@@ -39,6 +40,10 @@ def check_limits(request: Request, info: CoreInfo) -> None:
     for name, ids in listed.items():
         if len(ids) > MAX_LISTED_IDS:
             refuse(name, f"{name} has {len(ids)} token ids; at most {MAX_LISTED_IDS} are taken")
+    for token_id, bias in params.logit_bias.items():
+        # -inf bars a token, on every device.
+        if not (bias == -inf or -MOST_FLOAT <= bias <= MOST_FLOAT):
+            refuse("logit_bias", f"logit_bias of token {token_id} must be in [{-MOST_FLOAT}, {MOST_FLOAT}], not {bias}")
     prompt, length = len(request.prompt), len(request.prompt) + params.max_tokens
     pool = info.num_pages * info.page_size
     asked = f"{prompt} prompt tokens and max_tokens {params.max_tokens} are {length} tokens"

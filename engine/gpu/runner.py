@@ -348,6 +348,7 @@ def _packed(init: RowInit) -> tuple[Ints, Ints]:
         prompt_length=init.prompt_length,
         bias=params.logit_bias,
         barred=init.stop_mask,
-        barred_until=init.prompt_length + params.min_tokens,
+        # No token is drawn behind max_tokens, and what the window holds fits into the table's integers.
+        barred_until=init.prompt_length + min(params.min_tokens, params.max_tokens),
     )
     return np.array(values, np.int32), adjustments

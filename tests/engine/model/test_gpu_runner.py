@@ -144,6 +144,20 @@ def test_sampling_equals_the_reference_and_failures_stay_alone(processors, model
         assert failed == tuple(index for index, row in enumerate(works) if row == 3)
 
 
+def test_a_row_that_never_may_end_and_one_with_a_barred_token(model_at, gpu_runner):
+    """However large min_tokens is (here beyond the table's integers), and where a bias is -inf."""
+    folder, _ = model_at("llama", num_hidden_layers=1)
+    runner, even = gpu_runner(folder), tuple(range(0, 160, 2))
+    params = SamplingParams(temperature=1.0, seed=4, min_tokens=1 << 40, max_tokens=6)
+    bias = SamplingParams(temperature=1.0, seed=4, logit_bias=dict.fromkeys(even, -float("inf")))
+    inits = (RowInit(0, (5, 9), 2, params, 0, even), RowInit(1, (5, 9), 2, bias, 0, ()))
+    updates, samples = (PageUpdate(0, 0, (1,)), PageUpdate(1, 0, (2,))), (Sample(0, 0), Sample(1, 1))
+    steps = [Step(0, inits, updates, (RowWork(0, 0, 2), RowWork(1, 0, 2)), samples)]
+    steps += [Step(at, (), (), (RowWork(0, at, 1), RowWork(1, at, 1)), samples) for at in range(2, 7)]
+    tokens = [runner.collect(runner.launch(step)).tokens for step in steps]
+    assert [(one % 2, other % 2, one == other) for one, other in tokens] == [(1, 1, True)] * 6
+
+
 def test_guesses_are_sampled_as_plain_decoding_would(model_at, tools, gpu_runner):
     """They are decodes like others: also in a step that is full of them, and where penalties look at them."""
     folder, _ = model_at("llama", num_hidden_layers=1)
