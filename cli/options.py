@@ -4,6 +4,7 @@ Knows no room's settings: values are checked where the rooms' own records are ma
 """
 
 import inspect
+import math
 import re
 from collections.abc import Callable
 from functools import reduce
@@ -32,13 +33,18 @@ class Budget(click.ParamType[int | float]):
         """Fails, naming the option, where the text is neither."""
         if isinstance(value, int | float):
             return value
-        found = re.fullmatch(r"(\d+(?:\.\d*)?) *(%|[kmg]?i?b|)", str(value).strip().lower())
+        # With an exponent, as a child is given 0.001%.
+        found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?) *(%|[kmg]?i?b|)", str(value).strip().lower())
         if found is None or found[2] not in _UNITS:
             self.fail(f"{value!r} is neither bytes (2GiB, 500MB) nor a fraction (0.9, 90%)", param, ctx)
         number = float(found[1]) * _UNITS[found[2]]
-        if number <= 0 or (found[2] == "%" and number > 1):
+        if not 0 < number < math.inf or (found[2] == "%" and number > 1):
             self.fail(f"{value!r} must be above 0, and no more than there is", param, ctx)
-        return number if found[2] in ("", "%") and number <= 1 else int(number)
+        if found[2] in ("", "%") and number <= 1:
+            return number
+        if number < 2 or (not found[2] and not number.is_integer()):  # to a child 1 is all that there is
+            self.fail(f"{value!r} is no number of bytes: write 1.5GiB, for one", param, ctx)
+        return int(number)
 
 
 class Window(click.ParamType[tuple[int, int]]):

@@ -106,15 +106,21 @@ import cli.main, cli.run, gateway.server, service.server
         ("90%", 0.9),
         ("1", 1.0),
         ("100%", 1.0),
+        ("0.001%", 0.00001),
+        ("1.5e9", 1_500_000_000),
     ],
 )
 def test_budget(text: str, value: float) -> None:
     result = Budget().convert(text, None, None)
     assert result == value
     assert type(result) is type(value)
+    again = Budget().convert(str(result), None, None)  # as a child gets it
+    assert (again, type(again)) == (result, type(result))
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "much", "2XB", "-1", "0", "150%", "nan", "inf", "-2GiB"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "much", "2XB", "-1", "0", "150%", "nan", "inf", "-2GiB", "1.5", "1b", "9e400", "e9"]
+)
 def test_bad_budget(text: str) -> None:
     with pytest.raises(click.BadParameter):
         Budget().convert(text, None, None)
