@@ -43,9 +43,7 @@ def serve_both(params: Params, engine: click.Command, gateway: click.Command) ->
     service = settings.service_config(params, Path(), grpc_port=params["grpc_port"])
     with_key = not service.key_ring().open
     settings.gateway_config(params, ("127.0.0.1:1",))
-    settings.check_port(params["host"], params["port"], "--port")
-    settings.check_port(params["host"], params["grpc_port"], "--grpc-port")
-    settings.check_port(params["metrics_host"], params["metrics_port"], "--metrics-port")
+    settings.check_ports(params, "--port", "--grpc-port", "--metrics-port")
     # A key of the gateway's own, so that the engine can tell it from its users.
     gateway_keys = (*service.gateway_keys, secrets.token_urlsafe(32) if with_key else "")
 
@@ -75,7 +73,7 @@ def serve_engine(params: Params, service_worker: click.Command) -> None:
     count, port = params["service_workers"], params["grpc_port"]
     settings.engine_config(params, Path())
     settings.service_config(params, Path(), grpc_port=port)
-    settings.check_port(params["metrics_host"], params["metrics_port"], "--metrics-port")
+    settings.check_ports(params, "--grpc-port", "--metrics-port")
     # Only now: wrong settings are told at once.
     from cli.engine import run_engine
     from engine.hub import resolve_model

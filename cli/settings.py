@@ -164,6 +164,17 @@ def reserved_port(host: str, port: int, *, shared: bool) -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
+def check_ports(params: Params, *options: str) -> None:
+    """Raises ConfigError where the port of one of these options is taken, or is another's too."""
+    known: dict[tuple[str, int], str] = {}
+    for option in options:
+        host = params["metrics_host" if option == "--metrics-port" else "host"]
+        port = params[option.removeprefix("--").replace("-", "_")]
+        check_port(host, port, option)
+        if port and (other := known.setdefault((host, port), option)) != option:
+            raise ConfigError(f"{other} and {option} are both {port}")
+
+
 def check_port(host: str, port: int | None, option: str) -> None:
     """Raises ConfigError where the port, if there is one, is taken: before anything slow begins."""
     if port is None:

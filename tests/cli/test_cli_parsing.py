@@ -461,3 +461,19 @@ def test_a_taken_port_is_named_before_a_model_is_looked_for(command: str, option
         ]
         told = refusal(command, "/nowhere", *others, f"{option}={port}")
     assert told == (2, f"Error: cannot listen on 127.0.0.1:{port} ({option}): Address already in use")
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("serve", ["--port", "--grpc-port"]),
+        ("serve", ["--port", "--metrics-port"]),
+        ("engine", ["--grpc-port", "--metrics-port"]),
+    ],
+)
+def test_two_options_of_one_port_are_named_before_a_model_is_looked_for(command: str, options: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as once:
+        port = once.getsockname()[1]
+    free = ["--grpc-port=0"] if "--grpc-port" not in options else []
+    told = refusal(command, "/nowhere", *free, *(f"{option}={port}" for option in options))
+    assert told == (2, f"Error: {options[0]} and {options[1]} are both {port}")
