@@ -85,7 +85,7 @@ def _take(outcome: Outcome, pipe: connection.Connection, working: dict[connectio
     process = working.pop(pipe)
     try:
         share: Outcome = pipe.recv()
-    except EOFError as error:
+    except (EOFError, OSError) as error:  # the latter in the midst of its report
         process.join(_END_IN)
         raise LoadTestError(f"a worker process ended with status {process.exitcode}") from error
     outcome.records += share.records
