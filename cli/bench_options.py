@@ -47,9 +47,12 @@ def _pairs(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> 
 
 def _object(ctx: click.Context, param: click.Parameter, text: str | None) -> dict[str, Any]:
     try:
-        return dict(json.loads(text or "{}"))
-    except (ValueError, TypeError) as error:
+        found = json.loads(text or "{}")
+    except ValueError as error:
         raise click.BadParameter(f"not a JSON object: {error}", ctx, param) from error
+    if not isinstance(found, dict):
+        raise click.BadParameter(f"not a JSON object: {text}", ctx, param)
+    return found
 
 
 def _writable(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:

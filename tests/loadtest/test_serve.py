@@ -465,6 +465,7 @@ def test_fail_on_error_is_an_exit_status(mock_server, prompts):
         (["--random-range-ratio", "1"], "--random-range-ratio"),
         (["--extra-body", "{"], "not a JSON object"),
         (["--extra-body", "3"], "not a JSON object"),
+        (["--extra-body", '["ab"]'], "not a JSON object"),
         (["--metric-percentiles", "50,101"], "--metric-percentiles"),
         (["--base-url", "ftp://x"], "not http"),
         (["--base-url", "http://x:99999"], "not http"),
