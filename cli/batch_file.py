@@ -5,6 +5,7 @@ ever appended to. Knows no network, and of a request only what surrounds its bod
 import contextlib
 import fcntl
 import json
+import math
 import os
 import time
 from collections.abc import Container, Iterator
@@ -160,7 +161,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def _row(line: bytes) -> Row:
     """Raises: ValueError."""
     try:
-        fields = json.loads(line, parse_constant=_no_number)
+        fields = json.loads(line, parse_constant=_no_number, parse_float=_finite)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except ValueError as error:
@@ -183,6 +184,13 @@ def _row(line: bytes) -> Row:
 
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):  # and would be sent as Infinity
+        raise ValueError(f"{text} is more than a number holds")
+    return value
 
 
 def _sync_folder(folder: Path) -> None:

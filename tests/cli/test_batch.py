@@ -396,6 +396,10 @@ def test_ctrl_c_keeps_what_is_there(fulcrum, tmp_path: Path) -> None:
             '{"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"x": NaN}}',
             "it is not valid JSON: NaN is no",
         ),
+        (
+            '{"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"x": -1e999}}',
+            "it is not valid JSON: -1e999 is more than a number holds",
+        ),
         ("[" * 100_000, "it is nested too deeply"),
         ("[1]", "it must be a JSON object"),
         (line("a"), "custom_id 'a' is that of line 1 too"),
