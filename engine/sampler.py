@@ -237,8 +237,11 @@ class Sampler:
             largest_k = int(self._top_k[part.host_row].max())
             return top_k_filter(weights, scores, self._put(self._top_k[part.host_row]), largest_k)
 
-        def top_p(part: _Batch, weights: Tensor) -> Tensor:
-            return top_p_filter(weights, self._put(self._top_p[part.host_row]))
+        def top_p(part: _Batch, weights: Tensor, scores: Tensor) -> Tensor:
+            min_p, eligible = self._min_p[part.host_row], None
+            if min_p.any():
+                eligible = scores >= self._put(min_p).float().log()[:, None]
+            return top_p_filter(weights, self._put(self._top_p[part.host_row]), eligible)
 
         def min_p(part: _Batch, weights: Tensor, scores: Tensor) -> Tensor:
             return min_p_filter(weights, scores, self._put(self._min_p[part.host_row]).float())
@@ -246,7 +249,7 @@ class Sampler:
         scores = scale(logits, largest, self._put(self._temperature[batch.host_row]).float())
         weights = token_weights(scores)
         weights = self._stage(self._positions(batch, _Uses.TOP_K), top_k, batch, weights, scores)
-        weights = self._stage(self._positions(batch, _Uses.TOP_P), top_p, batch, weights)
+        weights = self._stage(self._positions(batch, _Uses.TOP_P), top_p, batch, weights, scores)
         weights = self._stage(self._positions(batch, _Uses.MIN_P), min_p, batch, weights, scores)
         seed, index = self._put(self._seed[batch.host_row]), self._put(self._index[batch.host_row])
         return draw(weights, uniform(seed, index, batch.length))

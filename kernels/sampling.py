@@ -151,7 +151,7 @@ def top_k_filter(weights: Tensor, scores: Tensor, top_k: Tensor, largest_k: int)
     return weights.masked_fill_(scores < threshold, 0.0)
 
 
-def top_p_filter(weights: Tensor, top_p: Tensor) -> Tensor:
+def top_p_filter(weights: Tensor, top_p: Tensor, eligible: Tensor | None = None) -> Tensor:
     """Drops all but the smallest set of tokens whose share of the mass reaches top_p; of ties the lowest ids stay.
 
     Source: nucleus sampling, arXiv:1904.09751.
@@ -159,6 +159,8 @@ def top_p_filter(weights: Tensor, top_p: Tensor) -> Tensor:
     Args:
         weights: (N, V) float64, integers; changed in place and returned.
         top_p: (N,) float64 in [0, 1]; one token stays in any case.
+        eligible: (N, V) bool, what `min_p_filter` will keep: scores that it parts may have one weight, and where that
+            is the lightest of the nucleus, it must be left some of them. None: all.
     """
     vocab_size = weights.shape[-1]
     mass = top_p[:, None] * weights.sum(-1, keepdim=True)
@@ -171,6 +173,8 @@ def top_p_filter(weights: Tensor, top_p: Tensor) -> Tensor:
     crowded = (room < vocab_size).nonzero()[:, 0]
     if len(crowded):
         tied = weights[crowded] == edge[crowded]
+        if eligible is not None:
+            tied &= eligible[crowded]
         weights[crowded] *= ~(tied & (tied.cumsum(-1) > room[crowded]))
     return weights.masked_fill_(weights < edge, 0.0)
 

@@ -5,7 +5,7 @@ so that a token depends on its row alone, never on the batch, on padding or on h
 come from a float32 exponential, up to a millionth off the twin's: of a vocabulary of 152,064 up to about one uniform in
 a thousand draws another token than there.
 Where tokens of different scores round to the weight of top_p's edge and min_p parts them, only those that min_p keeps
-compete for the room there (of the twin nothing might be left).
+compete for the room there (as of the twin that knows which are `eligible`).
 
 The work on a row is split over the vocabulary, into kernels that follow each other (and need no counters that a failed
 step could leave wrong):

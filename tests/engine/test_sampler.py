@@ -235,6 +235,13 @@ def test_bug_17_rows_that_are_not_finite_fail_alone(bad, filters):
         assert tokens == [1, 0, 0, 2, 0]
 
 
+def test_min_p_leaves_a_token_of_a_nucleus_of_ties():
+    """Logits so close that their weights are one; min_p 1 keeps only the largest, and top_p one of the three."""
+    logits = [-math.inf, 0.0, 5e-9, 1e-8]
+    assert {one(logits, SamplingParams(top_p=0.1, min_p=1.0, seed=seed)) for seed in range(20)} == {3}
+    assert {one(logits, SamplingParams(top_p=0.1, seed=seed)) for seed in range(20)} == {1}
+
+
 def test_bug_17_masks_that_leave_nothing_fail_the_row():
     rows = Rows(3)
     rows.add(0, replace(GREEDY, min_tokens=1), stop_mask=(0, 1, 2))

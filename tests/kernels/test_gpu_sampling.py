@@ -271,6 +271,12 @@ def test_ties_at_the_edges(device):
     assert tokens == [oracle(logits, **row)[0] for logits, row in zip(batch, rows, strict=True)]
 
 
+def test_min_p_leaves_a_token_of_a_nucleus_of_ties(device):
+    logits = torch.tensor([[-torch.inf, 0.0, 5e-9, 1e-8]] * 2, device=device)
+    rows = [{"top_p": 0.1, "min_p": 1.0}, {"top_p": 0.1}]
+    assert run(logits, rows, config=SamplingConfig(block=16, ladder_block=16, splits=1)) == ([3, 1], [0, 0])
+
+
 def test_bad_rows_fail_alone(device):
     logits = random_logits(7, 1000, device, seed=6)
     rows = [{**FILTERS[i % 3], "seed": i} for i in range(7)]
