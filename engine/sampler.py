@@ -19,6 +19,7 @@ from engine.request import SamplingParams
 from engine.step import RowInit
 from kernels.sampling import (
     draw,
+    min_p_bound,
     min_p_filter,
     penalize,
     scale,
@@ -240,7 +241,7 @@ class Sampler:
         def top_p(part: _Batch, weights: Tensor, scores: Tensor) -> Tensor:
             min_p, eligible = self._min_p[part.host_row], None
             if min_p.any():
-                eligible = scores >= self._put(min_p).float().log()[:, None]
+                eligible = scores >= min_p_bound(self._put(min_p).float())
             return top_p_filter(weights, self._put(self._top_p[part.host_row]), eligible)
 
         def min_p(part: _Batch, weights: Tensor, scores: Tensor) -> Tensor:

@@ -207,7 +207,12 @@ def min_p_filter(weights: Tensor, scores: Tensor, min_p: Tensor) -> Tensor:
         scores: (N, V) float32 from `scale`.
         min_p: (N,) float32 in [0, 1].
     """
-    return weights.masked_fill_(scores < min_p.log()[:, None], 0.0)
+    return weights.masked_fill_(scores < min_p_bound(min_p), 0.0)
+
+
+def min_p_bound(min_p: Tensor) -> Tensor:
+    """The least score (N, 1), from `scale`, that min_p (N,) keeps: the likeliest token's is 0."""
+    return min_p.log()[:, None]
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:

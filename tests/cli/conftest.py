@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import descendants
+
 WAIT_SECONDS = 60.0
 
 
@@ -72,17 +74,6 @@ class Fulcrum:
         for pid in family:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes below this one. What ends while it is looked at has no children (proc(5): ENOENT, ESRCH)."""
-    found: list[int] = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                for child in map(int, (thread / "children").read_text().split()):
-                    found += [child, *descendants(child)]
-    return found
 
 
 @pytest.fixture(scope="session")

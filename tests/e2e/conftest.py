@@ -19,6 +19,7 @@ import pytest
 
 from fulcrum.v1 import inference_pb2 as pb
 from fulcrum.v1 import inference_pb2_grpc as rpc
+from tests.processes import descendants
 
 START_SECONDS = 120
 TOOL_TEMPLATE = """\
@@ -38,14 +39,8 @@ class Addresses:
     pid: int
 
     def family(self) -> list[int]:
-        """Its process and all below it. What ends while it is looked at has no children (proc(5): ENOENT, ESRCH)."""
-        found = [self.pid]
-        for pid in found:
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                for thread in Path(f"/proc/{pid}/task").iterdir():
-                    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                        found += map(int, (thread / "children").read_text().split())
-        return found
+        """Its process and all below it."""
+        return [self.pid, *descendants(self.pid)]
 
     def resident(self) -> float:
         """MB that all of these have in memory."""

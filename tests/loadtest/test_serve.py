@@ -340,16 +340,18 @@ def command(*arguments):
     return CliRunner().invoke(main, ["bench", *map(str, arguments)])
 
 
-def test_command_prints_saves_and_compares(mock_server, stream, prompts, tmp_path):
-    async def answer(call):
-        if call.path == "/v1/models":
-            await call.head(kind="application/json")
-            await call.send(json.dumps({"data": [{"id": "org/served"}]}))
-            await call.end()
-        else:
-            await stream(call)
+async def serving(model, stream, call):
+    """Tells the model's name where that is asked for."""
+    if call.path != "/v1/models":
+        await stream(call)
+        return
+    await call.head(kind="application/json")
+    await call.send(json.dumps({"data": [{"id": model}]}))
+    await call.end()
 
-    with mock_server(answer) as server:
+
+def test_command_prints_saves_and_compares(mock_server, stream, prompts, tmp_path):
+    with mock_server(partial(serving, "org/served", stream)) as server:
         arguments = ["--port", server.port, "--dataset-name", "custom", "--dataset-path", prompts]
         arguments += ["--custom-output-len", -1, "--disable-tqdm", "--result-dir", tmp_path / "results"]
         saving = ["--save-result", "--save-detailed", "--result-filename", "a.json", "--metadata", "note=yes"]
@@ -404,15 +406,7 @@ def test_a_load_and_what_it_asks_before_go_past_proxies(mock_server, stream, pro
     for name in ("http_proxy", "all_proxy"):
         monkeypatch.setenv(name, "socks5://127.0.0.1:1")
 
-    async def answer(call):
-        if call.path == "/v1/models":
-            await call.head(kind="application/json")
-            await call.send(json.dumps({"data": [{"id": "named"}]}))
-            await call.end()
-        else:
-            await stream(call)
-
-    with mock_server(answer) as server:
+    with mock_server(partial(serving, "named", stream)) as server:
         arguments = ["--base-url", server.url, "--num-prompts", 2, "--disable-tqdm", "--dataset-name", "custom"]
         ran = command("serve", *arguments, "--dataset-path", prompts)
         assert ran.exit_code == 0, ran.output
