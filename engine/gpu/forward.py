@@ -2,19 +2,24 @@
 
 Every step of a size runs the same launches on the same addresses, so that a CUDA graph can replay it. Weights and the
 order of operations are those of `engine.model.decoder`, its twin; letters as there. Knows no rows' parameters.
+
+The last layer ends with K and V: what follows them is computed for the tokens that are sampled from alone. Of the
+others, most of a prompt's, nothing else is ever read.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.device import LoadedModel
-from engine.gpu.inputs import RowState, StepInputs
+from engine.gpu.inputs import RowState, StepInputs, on_device
+from engine.model.decoder import Layer
 from engine.model.rope import inverse_frequencies
 from kernels.gpu.activation import silu_mul
 from kernels.gpu.decode_attention import DecodePlan, decode_attention, plan_decode
 from kernels.gpu.matmul import Workspace, gate_up_silu, linear
 from kernels.gpu.norm import add_rms_norm, embed_rms_norm, rms_norm
-from kernels.gpu.prefill_attention import prefill_attention, prefill_config
+from kernels.gpu.prefill_attention import prefill_attention, prefill_config, prefill_tiles
 from kernels.gpu.rope import rope_kv, rope_table
 from kernels.gpu.rows import gather_tokens, take_rows
 from kernels.linear import Linear
@@ -52,7 +57,8 @@ class Forward:
         self._attended = room(max_tokens, heads, config.head_dim)
         self._gate_up = room(max_tokens, 2 * config.intermediate_size)
         self._gated = room(max_tokens, config.intermediate_size)
-        self._last = room(max_samples, config.hidden_size)
+        self._last_qkv = room(max_samples, heads + 2 * kv_heads, config.head_dim)
+        self._last_residual = room(max_samples, config.hidden_size)
         self._logits = room(max_samples, config.vocab_size)
         inv_freq = inverse_frequencies(config.rope, config.head_dim).to(device)
         self._rope = rope_table(inv_freq, model.max_model_len, config.rope.attention_factor)
@@ -66,17 +72,12 @@ class Forward:
         return self._logits
 
     @property
-    def hidden(self) -> Tensor:
-        """(max_tokens, D): what `body` computed last, and logits are made of."""
-        return self._x
-
-    @property
     def block_m(self) -> int:
         """Queries of a tile of prefill attention."""
         return self._prefill.block_m
 
     def body(self, inputs: StepInputs, state: RowState, kv_cache: Tensor, tokens: int, *, chunks: bool) -> None:
-        """Runs the step's tokens through all layers; writes their K and V. `logits` takes it from there.
+        """Runs the step's tokens through the layers, the last up to K and V; writes all K and V.
 
         Args:
             kv_cache: (layers, pages, page_size, 2, K, d), changed; of the pages the last takes the padding's.
@@ -84,13 +85,11 @@ class Forward:
             chunks: whether there may be works of more than one token.
         """
         config, decoder = self._config, self._decoder
-        heads, eps = config.num_heads, config.rms_norm_eps
         rows, positions = inputs.rows[:tokens], inputs.positions[:tokens]
         ids, slots = self._tokens[:tokens], self._slots[:tokens]
         x, residual = self._x[:tokens], self._residual[:tokens]
-        qkv, attended = self._qkv[:tokens], self._attended[:tokens]
-        gate_up, gated = self._gate_up[:tokens], self._gated[:tokens]
-        q, queries = qkv[:, :heads], min(tokens, len(inputs.lengths))
+        q, attended = self._qkv[:tokens, : config.num_heads], self._attended[:tokens]
+        queries = min(tokens, len(inputs.lengths))
         pages, page_size = kv_cache.shape[1:3]
         padding_slot = (pages - 1) * page_size
         gather_tokens(
@@ -104,40 +103,97 @@ class Forward:
             padding_slot=padding_slot,
         )
         plan_decode(self._plan, rows[:queries], positions[:queries], inputs.num_decodes)
-        embed_rms_norm(ids, decoder.embedding, residual, decoder.layers[0].input_norm, eps, x)
+        embed_rms_norm(ids, decoder.embedding, residual, decoder.layers[0].input_norm, config.rms_norm_eps, x)
         # Enough for a few sequences; more share the programs.
         programs = -(-tokens // self.block_m) + _MORE_TILES
-        following = [*(layer.input_norm for layer in decoder.layers[1:]), decoder.norm]
-        for layer, cache, next_norm in zip(decoder.layers, kv_cache, following, strict=True):
-            linear(x, _weight(layer.qkv), qkv.flatten(1), self._workspace)
-            norms = {"q_norm": layer.q_norm, "k_norm": layer.k_norm}
-            rope_kv(qkv, positions, slots, self._rope, cache, bias=layer.qkv.bias, **norms, eps=eps)
+        for layer, cache, following in zip(decoder.layers, kv_cache, decoder.layers[1:], strict=False):
+            self._write_kv(layer, cache, inputs, tokens)
             decode_attention(q, cache, state.page_table, self._plan, attended, window=layer.window)
             if chunks:
                 tiles, count = inputs.tiles, inputs.num_tiles
                 prefill_attention(
                     q, cache, state.page_table, tiles, count, attended, programs=programs, window=layer.window
                 )
-            self._add_product(attended.flatten(1), layer.o, residual, layer.post_norm, x)
-            if layer.gate_up.bias is None:
-                gate_up_silu(x, _weight(layer.gate_up), gated, self._workspace, gate_up)
-            else:
-                self._product(x, layer.gate_up, gate_up)
-                silu_mul(gate_up, gated)
-            self._add_product(gated, layer.down, residual, next_norm, x)
+            self._rest(layer, attended, residual, following.input_norm, x)
+        self._write_kv(decoder.layers[-1], kv_cache[-1], inputs, tokens)
 
-    def logits(self, inputs: StepInputs, samples: int) -> Tensor:
-        """The logits (samples, V), in the model's dtype, of the tokens that `inputs.last` names."""
-        hidden, logits = self._last[:samples], self._logits[:samples]
-        take_rows(self._x, inputs.last[:samples], hidden)
-        linear(hidden, _weight(self._decoder.lm_head), logits, self._workspace)
+    def logits(self, inputs: StepInputs, state: RowState, kv_cache: Tensor, samples: int) -> Tensor:
+        """What is left of the last layer after `body`, and the head, for the tokens that `inputs.last` names.
+
+        Args:
+            kv_cache: as `body` left it.
+            samples: with padding.
+
+        Returns:
+            (samples, V), in the model's dtype.
+        """
+        layer, x, logits = self._decoder.layers[-1], self._x[:samples], self._logits[:samples]
+        qkv, residual, attended = self._last_qkv[:samples], self._last_residual[:samples], self._attended[:samples]
+        take_rows(self._qkv.flatten(1), inputs.last[:samples], qkv.flatten(1))
+        take_rows(self._residual, inputs.last[:samples], residual)
+        # To one query a decode's attention is any token's: each sees all keys up to its own.
+        plan_decode(self._plan, inputs.last_rows[:samples], inputs.last_positions[:samples], inputs.num_samples)
+        q = qkv[:, : self._config.num_heads]
+        decode_attention(q, kv_cache[-1], state.page_table, self._plan, attended, window=layer.window)
+        self._rest(layer, attended, residual, self._decoder.norm, x)
+        linear(x, _weight(self._decoder.lm_head), logits, self._workspace)
         return logits
+
+    def hidden(self, state: RowState, kv_cache: Tensor, chunk: tuple[int, int, int, int]) -> Tensor:
+        """What is left of the last layer after `body`, for tokens of a sequence that follow one another.
+
+        Args:
+            kv_cache: as `body` left it.
+            chunk: first token of the step, row, its position there, how many.
+
+        Returns:
+            (N, D), normalised, in memory of its own: what `logits_of` takes.
+        """
+        first, _, _, count = chunk
+        layer, device, span = self._decoder.layers[-1], kv_cache.device, slice(first, first + count)
+        tiles = on_device(prefill_tiles([chunk], self.block_m), device)
+        number = on_device(np.array([len(tiles)], np.int32), device)
+        q = self._qkv[:, : self._config.num_heads]
+        prefill_attention(
+            q,
+            kv_cache[-1],
+            state.page_table,
+            tiles,
+            number,
+            self._attended,
+            programs=len(tiles),
+            window=layer.window,
+        )
+        residual = self._residual[span].clone()
+        x = torch.empty_like(residual)
+        self._rest(layer, self._attended[span], residual, self._decoder.norm, x)
+        return x
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Returns (N, V) float32 of hidden states (N, D), in memory of its own."""
         logits = torch.empty(len(hidden), self._config.vocab_size, dtype=hidden.dtype, device=hidden.device)
         linear(hidden, _weight(self._decoder.lm_head), logits, self._workspace)
         return logits.float()
+
+    def _write_kv(self, layer: Layer, cache: Tensor, inputs: StepInputs, tokens: int) -> None:
+        """The layer's q, k and v of the step's tokens: q stays in self._qkv, k and v go into the layer's cache."""
+        x, qkv = self._x[:tokens], self._qkv[:tokens]
+        positions, slots = inputs.positions[:tokens], self._slots[:tokens]
+        linear(x, _weight(layer.qkv), qkv.flatten(1), self._workspace)
+        norms = {"q_norm": layer.q_norm, "k_norm": layer.k_norm}
+        eps = self._config.rms_norm_eps
+        rope_kv(qkv, positions, slots, self._rope, cache, bias=layer.qkv.bias, **norms, eps=eps)
+
+    def _rest(self, layer: Layer, attended: Tensor, residual: Tensor, next_norm: Tensor, x: Tensor) -> None:
+        """Adds attention (T, H, d) and the feed-forward block to the residual; x becomes that, normalised."""
+        gate_up, gated = self._gate_up[: len(x)], self._gated[: len(x)]
+        self._add_product(attended.flatten(1), layer.o, residual, layer.post_norm, x)
+        if layer.gate_up.bias is None:
+            gate_up_silu(x, _weight(layer.gate_up), gated, self._workspace, gate_up)
+        else:
+            self._product(x, layer.gate_up, gate_up)
+            silu_mul(gate_up, gated)
+        self._add_product(gated, layer.down, residual, next_norm, x)
 
     def _add_product(self, x: Tensor, layer: Linear, residual: Tensor, norm: Tensor, out: Tensor) -> None:
         """Adds layer(x) to the residual stream, and writes the normalised sum."""

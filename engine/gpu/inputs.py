@@ -43,9 +43,11 @@ class StepInputs:
 
     Attributes:
         num_decodes: (1,) works of one token.
+        num_samples: (1,) samples.
         num_tiles: (1,) tiles of prefill attention.
         rows, positions: (max_tokens,) of each token; row -1 is padding.
         last: (max_samples,) the token whose logits each sample is drawn from.
+        last_rows, last_positions: (max_samples,) that token's.
         sample_rows, lengths: (max_samples,) the row of each sample (-1 is padding), and how many tokens it follows.
         mask_of: (max_samples,) which of the step's masks limits each sample; -1: none.
         tiles: (max_tiles, 4) of `prefill_attention`.
@@ -60,15 +62,15 @@ class StepInputs:
     def __init__(self, max_tokens: int, max_samples: int, block_m: int, vocab_size: int, device: torch.device) -> None:
         self._block_m = block_m
         tiles = max_tiles(max_tokens, 2 * max_samples, block_m)
-        sizes = (1, 1, max_tokens, max_tokens, *[max_samples] * 4, 4 * tiles)
+        sizes = (1, 1, 1, max_tokens, max_tokens, *[max_samples] * 6, 4 * tiles)
         # Tiles begin where their four integers can be read at once.
         starts = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)]).tolist()
         self._parts = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
         self._all = torch.zeros(starts[-1], dtype=torch.int32, device=device)
         parts = [self._all[part] for part in self._parts]
-        self.num_decodes, self.num_tiles, self.rows, self.positions = parts[:4]
-        self.last, self.sample_rows, self.lengths, self.mask_of = parts[4:8]
-        self.tiles = parts[8].view(tiles, 4)
+        self.num_decodes, self.num_samples, self.num_tiles, self.rows, self.positions = parts[:5]
+        self.last, self.last_rows, self.last_positions, self.sample_rows, self.lengths, self.mask_of = parts[5:11]
+        self.tiles = parts[11].view(tiles, 4)
         self.masks = torch.empty(max_samples, -(-vocab_size // 32), dtype=torch.int32, device=device)
 
     def send(self, step: Step, pad: Callable[[Shape], Shape]) -> tuple[Shape, Ints, Ints, Ints]:
@@ -83,9 +85,8 @@ class StepInputs:
         """
         host = pinned(self._all.numel(), self._all.device)
         array: Ints = host.numpy()
-        num_decodes, num_tiles, rows, positions, last, sample_rows, sample_lengths, mask_of, tiles = (
-            array[part] for part in self._parts
-        )
+        num_decodes, num_samples, num_tiles, rows, positions, *of_samples, tiles = (array[part] for part in self._parts)
+        last, last_rows, last_positions, sample_rows, sample_lengths, mask_of = of_samples
         works = _integers(step.works, 3)
         several = works[:, 2] > 1
         order = np.lexsort((works[:, 0], several)) if step.drafts else np.argsort(several, kind="stable")
@@ -98,7 +99,7 @@ class StepInputs:
         count = len(step.samples)
         shape = pad(Shape(total, count, count, total > decodes))
         padded, padded_samples = shape.tokens, shape.samples
-        num_decodes[0] = decodes
+        num_decodes[0], num_samples[0] = decodes, count
         rows[:total] = np.repeat(ordered[:, 0], ordered[:, 2])
         rows[total:padded] = -1
         positions[:total] = np.arange(total) + np.repeat(ordered[:, 1] - firsts, ordered[:, 2])
@@ -112,9 +113,9 @@ class StepInputs:
         samples = _integers(step.samples, 2)
         token_of = np.empty(len(works), np.int32)
         token_of[order] = ends - 1
-        last[:count] = token_of[samples[:, 0]]
-        drawn_rows = samples[:, 1]
-        known = works[samples[:, 0], 1] + works[samples[:, 0], 2]
+        drawn_from, drawn_rows = samples.T
+        known = works[drawn_from, 1] + works[drawn_from, 2]
+        last[:count], last_rows[:count], last_positions[:count] = token_of[drawn_from], works[drawn_from, 0], known - 1
         sample_rows[:count], sample_lengths[:count] = drawn_rows, known
         last[count:padded_samples], sample_rows[count:padded_samples] = 0, -1
         sample_lengths[count:padded_samples] = 0

@@ -219,7 +219,8 @@ class GpuRunner:
         for number, first, end, top in step.prompt_logprobs:
             row, start, length = step.works[number]
             begin = int(ends[number]) - (start + length - first)
-            hidden = self._forward.hidden[begin : begin + end - first]
+            chunk = (begin, row, first - 1, end - first)
+            hidden = self._forward.hidden(self._state, self._kv_cache, chunk)
             yield hidden_logprobs(hidden, self._state.token_ids[row, first:end], top, self._forward.logits_of)
 
     def _launch(self, kind: str, size: int) -> None:
@@ -230,7 +231,7 @@ class GpuRunner:
             self._head(kind, size)
 
     def _head(self, kind: str, size: int, processed: tuple[Ints, Ints] | None = None) -> None:
-        """Logits, tokens drawn from them and appended.
+        """The samples' logits, tokens drawn from them and appended.
 
         Args:
             processed: the samples' rows and lengths, where users' processors are to change the logits.
@@ -238,7 +239,7 @@ class GpuRunner:
         inputs, state, scratch = self._inputs, self._state, self._scratch
         rows, lengths = inputs.sample_rows[:size], inputs.lengths[:size]
         tokens, failed = self._sampled[0, :size], self._sampled[1, :size]
-        logits = self._forward.logits(inputs, size)
+        logits = self._forward.logits(inputs, state, self._kv_cache, size)
         if kind == "greedy":
             sampling.greedy(logits, rows, tokens, failed, scratch)
         elif kind == "adjusted":

@@ -114,22 +114,27 @@ FLOPS = 790e12  # measured: a large bfloat16 product
 
 
 def floors(runner: GpuRunner, decodes: int, context: int, chunk: int, prefix: int) -> dict[str, float]:
-    """The least time of each group in us: bytes at the device's bandwidth, or operations at its speed."""
+    """The least time of each group in us: bytes at the device's bandwidth, or operations at its speed.
+
+    Of the last layer the chunk's tokens, none of them sampled from, have K and V alone.
+    """
     model = runner.model_config
-    tokens, samples, layers = decodes + chunk, max(decodes, 1), model.num_layers
+    tokens, samples, layers = decodes + chunk, decodes, model.num_layers
     heads, kv_heads, d = model.num_heads, model.num_kv_heads, model.head_dim
-    weights = layers * sum(linear.weight.numel() for linear in runner._forward._decoder.layers[0].linears)
+    qkv, *rest = (linear.weight.numel() for linear in runner._forward._decoder.layers[0].linears)
     head = model.vocab_size * model.hidden_size
-    products = max(2 * (weights + head) / BYTES_A_SECOND, 2 * (weights * tokens + head * samples) / FLOPS)
+    of_all, of_samples = layers * qkv + (layers - 1) * sum(rest), (sum(rest) + head) * (samples > 0)
+    products = max(2 * (of_all + of_samples) / BYTES_A_SECOND, 2 * (of_all * tokens + of_samples * samples) / FLOPS)
+    rests = (layers - 1) * tokens + samples  # tokens, over all layers, that have what follows K and V
     attended = sum(prefix + at + 1 for at in range(chunk))
     passes = 4 if tokens <= 64 else 2  # more than that are added to the residual stream by the product
     seconds = {
         "products": products,
         "decode attention": layers * decodes * context * 2 * kv_heads * d * 2 / BYTES_A_SECOND,
-        "prefill attention": layers * 4 * heads * d * attended / FLOPS,
-        "norms, with the residual sum": 2 * layers * tokens * passes * model.hidden_size * 2 / BYTES_A_SECOND,
+        "prefill attention": (layers - 1) * 4 * heads * d * attended / FLOPS,
+        "norms, with the residual sum": 2 * rests * passes * model.hidden_size * 2 / BYTES_A_SECOND,
         "bias, RoPE, K and V into pages": layers * tokens * 2 * (heads + 2 * kv_heads) * d * 2 / BYTES_A_SECOND,
-        "SiLU and product": layers * tokens * 3 * model.intermediate_size * 2 / BYTES_A_SECOND,
+        "SiLU and product": rests * 3 * model.intermediate_size * 2 / BYTES_A_SECOND,
         "sampling": samples * model.vocab_size * 2 / BYTES_A_SECOND,
     }
     return {name: 1e6 * value for name, value in seconds.items()}
