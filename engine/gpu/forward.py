@@ -152,7 +152,7 @@ class Forward:
         first, _, _, count = chunk
         layer, device, span = self._decoder.layers[-1], kv_cache.device, slice(first, first + count)
         tiles = on_device(prefill_tiles([chunk], self.block_m), device)
-        number = on_device(np.array([len(tiles)], np.int32), device)
+        number = on_device(np.array([len(tiles), 0], np.int32), device)
         q = self._qkv[:, : self._config.num_heads]
         prefill_attention(
             q,

@@ -44,7 +44,7 @@ class StepInputs:
     Attributes:
         num_decodes: (1,) works of one token.
         num_samples: (1,) samples.
-        num_tiles: (1,) tiles of prefill attention.
+        num_tiles: (2,) of `prefill_attention`: how many tiles, and its kernel's counter.
         rows, positions: (max_tokens,) of each token; row -1 is padding.
         last: (max_samples,) the token whose logits each sample is drawn from.
         last_rows, last_positions: (max_samples,) that token's.
@@ -62,7 +62,7 @@ class StepInputs:
     def __init__(self, max_tokens: int, max_samples: int, block_m: int, vocab_size: int, device: torch.device) -> None:
         self._block_m = block_m
         tiles = max_tiles(max_tokens, 2 * max_samples, block_m)
-        sizes = (1, 1, 1, max_tokens, max_tokens, *[max_samples] * 6, 4 * tiles)
+        sizes = (1, 1, 2, max_tokens, max_tokens, *[max_samples] * 6, 4 * tiles)
         # Tiles begin where their four integers can be read at once.
         starts = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)]).tolist()
         self._parts = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
@@ -104,7 +104,7 @@ class StepInputs:
         rows[total:padded] = -1
         positions[:total] = np.arange(total) + np.repeat(ordered[:, 1] - firsts, ordered[:, 2])
         positions[total:padded] = 0
-        num_tiles[0] = 0
+        num_tiles[:] = 0
         if shape.chunks:
             chunks = prefill_tiles(np.column_stack((firsts, ordered))[decodes:].tolist(), self._block_m)
             num_tiles[0] = len(chunks)

@@ -5,7 +5,7 @@ and values copied, page by page, into a ring of blocks in shared memory. Two gro
 of a tile to them: while one group is at its softmax, the other's products fill the tensor cores. The product with the
 values of one block is begun before the softmax of the next one's scores, too; but ptxas, which Triton 3.6.0 and 3.7.1
 bring along, puts the exponentials behind the wait for it. Each multiprocessor runs one program, which has the first
-blocks of its next tile copied while it ends one.
+blocks of its next tile copied while it ends one; the tiles, longest first, are drawn by the program that is free next.
 
 Gluon has no interpreter: without a GPU the tests compile this, and run it in plain Python with threads for warps. Its
 twin is `prefill_attention`'s own kernel, which takes what this one does not (`serves`).
@@ -37,6 +37,10 @@ _HALF = gl.constexpr(_HEAD_DIM // 2)
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N.value, 16]))
 _OUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF.value, 16]))
 _LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+# Of one integer: in shared memory, in the copying warp, and in a group of warps.
+_KEPT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_OF_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+_OF_GROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 def serves(q: Tensor, kv_cache: Tensor, window: int | None) -> bool:
@@ -121,17 +125,20 @@ def _hopper_kernel(
     units = gl.load(num_tiles) * HEADS
     if gl.program_id(0) >= units:
         return
+    # Queries, and blocks of keys and of values: two halves each.
     first_q = gl.allocate_shared_memory(kv.dtype, [2, _GROUP_M, _HALF], kv.layout)
     second_q = gl.allocate_shared_memory(kv.dtype, [2, _GROUP_M, _HALF], kv.layout)
-    k = _ring(kv)
-    v = _ring(kv)
+    k = _ring(gl.allocate_shared_memory(kv.dtype, [2 * _STAGES, _BLOCK_N, _HALF], kv.layout))
+    v = _ring(gl.allocate_shared_memory(kv.dtype, [2 * _STAGES, _BLOCK_N, _HALF], kv.layout))
+    # No more units are copied ahead than there is room for blocks, since each has one at least.
+    drawn = _ring(gl.allocate_shared_memory(gl.int32, [_STAGES, 1], _KEPT))
     fence_async_shared()
     q, out = (q, Q_TOKEN, Q_HEAD), (out, OUT_TOKEN, OUT_HEAD)
     gl.warp_specialize(
         [
-            (_attend, (0, first_q, q, out, tiles, units, scale, k, v, HEADS)),
-            (_attend, (1, second_q, q, out, tiles, units, scale, k, v, HEADS)),
-            (_copy, (kv, tiles, units, table, table_stride, k, v, HEADS, KV_HEADS, PAGE)),
+            (_attend, (0, first_q, q, out, tiles, units, scale, drawn, k, v, HEADS)),
+            (_attend, (1, second_q, q, out, tiles, units, scale, drawn, k, v, HEADS)),
+            (_copy, (kv, tiles, units, num_tiles + 1, table, table_stride, drawn, k, v, HEADS, KV_HEADS, PAGE)),
         ],
         [4, 1],
         [240, 24],
@@ -139,32 +146,50 @@ def _hopper_kernel(
 
 
 @gluon.jit
-def _rounds(units):
-    """How many units this program has: one of each round, and of the last round, which may be short, perhaps one."""
-    whole = units // gl.num_programs(0)
-    return whole + (_unit(whole) < units).to(gl.int32)
-
-
-@gluon.jit
-def _unit(i):
-    """This program's unit of round i; units are a tile of a head each, longest first, and dealt out to and fro.
-
-    So all programs have about the same to do.
-    """
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    return i * programs + program + (i & 1) * (programs - 1 - 2 * program)
-
-
-@gluon.jit
-def _ring(kv):
-    """Blocks of keys or of values, two halves each; of each block the barriers "full" and "read by both groups"."""
-    blocks = gl.allocate_shared_memory(kv.dtype, [2 * _STAGES, _BLOCK_N, _HALF], kv.layout)
+def _ring(places):
+    """What is handed to the groups in shared memory; of each place the barriers "full" and "read by both groups"."""
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(_STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(read.index(stage), count=2)
-    return blocks, full, read
+    return places, full, read
+
+
+@gluon.jit
+def _draw(counter, units):
+    """The next unit, a tile of a head, that no program has; from `units` on there is none.
+
+    A program begins with the unit of its number, and draws once after each of its units. So the draws of a launch are
+    as many as its units, and the last of them leaves the counter as the first one found it.
+    """
+    # Nothing else is told by the counter, so that its order among other accesses does not matter.
+    draw = gl.atomic_add(counter, 1, sem="relaxed")
+    if draw == units - 1:
+        gl.store(counter, 0)
+    return gl.num_programs(0) + draw
+
+
+@gluon.jit
+def _hand_over(drawn, turn, unit):
+    """Tells both groups their next unit."""
+    units, full, read = drawn
+    stage = turn % _STAGES
+    mbarrier.wait(read.index(stage), (turn // _STAGES + 1) & 1)
+    # No fence: warps store and load it themselves, and barriers order that; fences are for copies and products.
+    units.index(stage).store(gl.full([1], unit, gl.int32, _OF_WARP))
+    mbarrier.arrive(full.index(stage))
+
+
+@gluon.jit
+def _receive(drawn, turn):
+    """The next unit, once it is handed over."""
+    units, full, read = drawn
+    stage = turn % _STAGES
+    mbarrier.wait(full.index(stage), (turn // _STAGES) & 1)
+    unit = gl.max(units.index(stage).load(_OF_GROUP), 0)
+    mbarrier.arrive(read.index(stage))
+    return unit
 
 
 @gluon.jit
@@ -172,8 +197,10 @@ def _copy(
     kv,
     tiles,
     units,
+    counter,
     table,
     table_stride,
+    drawn,
     k,
     v,
     HEADS: gl.constexpr,
@@ -181,10 +208,12 @@ def _copy(
     PAGE: gl.constexpr,
 ):
     """The copying warp: all blocks of all tiles, as soon as there is room."""
+    unit = gl.program_id(0)
+    done = 0
     turn = 0
-    for i in range(_rounds(units)):
-        tile = _unit(i) // HEADS
-        kv_head = _unit(i) % HEADS // (HEADS // KV_HEADS)
+    while unit < units:
+        tile = unit // HEADS
+        kv_head = unit % HEADS // (HEADS // KV_HEADS)
         row = gl.load(tiles + 4 * tile + 1)
         end = gl.load(tiles + 4 * tile + 2) + gl.load(tiles + 4 * tile + 3)
         pages = table + row.to(gl.int64) * table_stride
@@ -192,6 +221,9 @@ def _copy(
             _copy_block(kv, pages, start, end, kv_head, k, turn, KV_HEADS, PAGE)
             _copy_block(kv, pages, start, end, KV_HEADS + kv_head, v, turn, KV_HEADS, PAGE)
             turn += 1
+        unit = _draw(counter, units)
+        _hand_over(drawn, done, unit)
+        done += 1
 
 
 @gluon.jit
@@ -229,6 +261,7 @@ def _attend(
     tiles,
     units,
     scale,
+    drawn,
     k,
     v,
     HEADS: gl.constexpr,
@@ -237,9 +270,11 @@ def _attend(
     q, q_token, q_head = q
     out, out_token, out_head = out
     values, values_full, values_read = v
+    unit = gl.program_id(0)
+    done = 0
     turn = 0
-    for i in range(_rounds(units)):
-        tile, head = _unit(i) // HEADS, _unit(i) % HEADS
+    while unit < units:
+        tile, head = unit // HEADS, unit % HEADS
         token = gl.load(tiles + 4 * tile) + GROUP_OF_WARPS * _GROUP_M
         first = gl.load(tiles + 4 * tile + 2) + GROUP_OF_WARPS * _GROUP_M
         count = gl.load(tiles + 4 * tile + 3) - GROUP_OF_WARPS * _GROUP_M  # not positive: none of the queries is stored
@@ -296,6 +331,8 @@ def _attend(
         here = (steps < count)[:, None]
         gl.store(at_out, (left * share).to(out.dtype.element_ty), mask=here)
         gl.store(at_out + _HALF, (right * share).to(out.dtype.element_ty), mask=here)
+        unit = _receive(drawn, done)
+        done += 1
 
 
 @gluon.jit

@@ -90,7 +90,8 @@ def prefill_attention(
             sees may hold anything. The page size is a power of two.
         page_table: (rows, max_pages) int32, the last dimension contiguous.
         tiles: (max_tiles, 4) int32, made by `prefill_tiles` for the config's block_m.
-        num_tiles: (1,) int32, how many of them are tiles.
+        num_tiles: (2,) int32, how many of them are tiles; and a zero, by which the kernel may count. It leaves a zero:
+            launches that share it follow one another.
         out: (T, heads, head_dim), the last dimension contiguous; only rows of the tiles' queries are written.
         programs: for each head; they share the tiles (`hopper_attention` has its own number).
         window: how many tokens back a query sees, itself included.

@@ -143,7 +143,7 @@ def prefill_case(pool: Tensor, queries: int, prefix: int) -> list[Row]:
     def run(config: PrefillConfig | None) -> Callable[[], None]:
         block_m = (config or prefill_config(HEAD_DIM, q.dtype)).block_m
         tiles = prefill_tiles([(0, 0, prefix, queries)], block_m)
-        count = torch.tensor([len(tiles)], dtype=torch.int32, device="cuda")
+        count = torch.tensor([len(tiles), 0], dtype=torch.int32, device="cuda")
         device_tiles = torch.from_numpy(tiles).cuda()
 
         def launch() -> None:

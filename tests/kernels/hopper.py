@@ -80,9 +80,9 @@ def attention(heads: int, kv_heads: int, head_dim: int, page: int = 16) -> None:
     plan = DecodePlan.allocate(ROWS, heads, kv_heads, head_dim, q.dtype, "cpu", programs=2 * PROCESSORS)
     plan_decode(plan, ints(ROWS), ints(ROWS), ints(1))
     decode_attention(q, pool, table, plan, out)
-    prefill_attention(q, pool, table, ints(ROWS, 4), ints(1), out, programs=8)
+    prefill_attention(q, pool, table, ints(ROWS, 4), ints(2), out, programs=8)
     if head_dim == 128:
-        hopper_prefill(q, pool, table, ints(ROWS, 4), ints(1), out, 1.0, programs=8)
+        hopper_prefill(q, pool, table, ints(ROWS, 4), ints(2), out, 1.0, programs=8)
 
 
 def layers(hidden: int, heads: int, kv_heads: int, head_dim: int, intermediate: int) -> None:

@@ -1,8 +1,8 @@
 """As much of Gluon in plain Python as `kernels.gpu.hopper_attention` asks for: its kernel runs on a CPU, unchanged.
 
-Partitions are threads. Copies are done by other threads, some time after they were begun; products when they are waited
-for, and then their operands must be what they were, and stores to them fenced. Barriers are those of PTX: arrivals,
-bytes and phases. Layouts mean nothing here.
+Programs and their partitions are threads. Copies are done by other threads, some time after they were begun; products
+when they are waited for, and then their operands must be what they were, and stores to them fenced. Barriers are those
+of PTX: arrivals, bytes and phases. Layouts mean nothing here.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 _program: contextvars.ContextVar[tuple[int, int]] = contextvars.ContextVar("program")
 _products: contextvars.ContextVar[deque["Product"]] = contextvars.ContextVar("products")
 _unfenced: contextvars.ContextVar[set[int]] = contextvars.ContextVar("unfenced")
+_atomic = threading.Lock()
 
 
 class Pointer:
@@ -105,22 +106,37 @@ def _load(pointer: Pointer, mask: Tensor | None = None, other: float = 0) -> Ten
     return pointer.memory[at] if mask is None else torch.where(mask, pointer.memory[torch.where(mask, at, 0)], other)
 
 
-def _store(pointer: Pointer, values: Tensor, mask: Tensor) -> None:
-    mask = mask.expand(values.shape)
-    pointer.memory[pointer.at[mask]] = values[mask]
+def _store(pointer: Pointer, values: Any, mask: Tensor | None = None) -> None:
+    if mask is None:
+        pointer.memory[pointer.at] = values
+    else:
+        mask = mask.expand(values.shape)
+        pointer.memory[pointer.at[mask]] = values[mask]
+
+
+def _atomic_add(pointer: Pointer, value: int, sem: str) -> Tensor:
+    with _atomic:
+        before = pointer.memory[pointer.at].clone()
+        pointer.memory[pointer.at] += value
+    return before
 
 
 def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
     if layout is Barrier:
         barriers = [Barrier() for _ in range(shape[0])]
         return SimpleNamespace(index=lambda i: barriers[int(i)])
-    return Shared(torch.full(shape, torch.nan, dtype=dtype))
+    return Shared(torch.full(shape, torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype))
 
 
 def _multiply(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
     assert is_async
     _products.get().append(Product(a, b, acc, use_acc))
     return _products.get()[-1]
+
+
+def _arrive(barrier: Barrier) -> None:
+    barrier.count_down(1, 0)
+    time.sleep(0.0001)  # for the other partitions to read what is stored too late
 
 
 def _wait(outstanding: int, deps: tuple[Product, ...]) -> Any:
@@ -146,10 +162,10 @@ def _specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int],
 
 
 class Launcher:
-    """What `kernel[grid](...)` does, one program after the other."""
+    """What `kernel[grid](...)` does; a processor runs one program at a time (None: there are as many as programs)."""
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Any, processors: int | None) -> None:
+        self.kernel, self.processors = kernel, processors
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         def launch(*args: Any, num_warps: int, **options: Any) -> None:
@@ -157,23 +173,29 @@ class Launcher:
                 return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,))
 
             args = tuple(Pointer(memory(each)) if isinstance(each, Tensor) else each for each in args)
-            for program in range(*grid):
+
+            def run(program: int) -> None:
                 _program.set((program, *grid))
                 self.kernel(*args, **options)
+
+            with ThreadPoolExecutor(self.processors or grid[0]) as threads:
+                runs = [threads.submit(contextvars.copy_context().run, run, program) for program in range(*grid)]
+            for each in runs:
+                each.result()
 
         return launch
 
 
 @contextlib.contextmanager
-def plainly(module: ModuleType) -> Iterator[None]:
-    """Has a module's kernels run in plain Python meanwhile."""
+def plainly(module: ModuleType, processors: int | None = None) -> Iterator[None]:
+    """Has a module's kernels run in plain Python meanwhile, on so many processors."""
     with ThreadPoolExecutor(2) as copies, pytest.MonkeyPatch.context() as patch:
-        for name, value in _stand_ins(module, copies).items():
+        for name, value in _stand_ins(module, copies, processors).items():
             patch.setattr(module, name, value)
         yield
 
 
-def _stand_ins(module: ModuleType, copies: ThreadPoolExecutor) -> dict[str, Any]:
+def _stand_ins(module: ModuleType, copies: ThreadPoolExecutor, processors: int | None) -> dict[str, Any]:
     def copy(rows: Shared, at: list[int], barrier: Barrier, to: Shared) -> None:
         (line, column), (height, width) = map(int, at), to.values.shape
         part = rows.values[line : line + height, column : column + width]
@@ -201,6 +223,7 @@ def _stand_ins(module: ModuleType, copies: ThreadPoolExecutor) -> dict[str, Any]
             num_programs=lambda _: _program.get()[1],
             load=_load,
             store=_store,
+            atomic_add=_atomic_add,
             allocate_shared_memory=_allocate,
             warp_specialize=_specialize,
             static_range=range,
@@ -219,7 +242,7 @@ def _stand_ins(module: ModuleType, copies: ThreadPoolExecutor) -> dict[str, Any]
             MBarrierLayout=lambda: Barrier,
             init=Barrier.init,
             expect=lambda barrier, size: barrier.count_down(1, -size),
-            arrive=lambda barrier: barrier.count_down(1, 0),
+            arrive=_arrive,
             wait=Barrier.wait,
         ),
         "tma": SimpleNamespace(async_copy_global_to_shared=copy),
@@ -232,5 +255,5 @@ def _stand_ins(module: ModuleType, copies: ThreadPoolExecutor) -> dict[str, Any]
         if isinstance(value, language.constexpr):
             stand_ins[name] = value.value
         elif isinstance(value, GluonJITFunction):
-            stand_ins[name] = Launcher(value.fn) if name.endswith("_kernel") else value.fn
+            stand_ins[name] = Launcher(value.fn, processors) if name.endswith("_kernel") else value.fn
     return stand_ins

@@ -228,10 +228,11 @@ def check_prefill(
     assert len(tiles) <= room
     device_tiles = torch.zeros(room + 1, 4, dtype=torch.int32, device=device)
     device_tiles[: len(tiles)] = torch.from_numpy(tiles)
-    num_tiles = torch.tensor([len(tiles)], dtype=torch.int32, device=device)
+    num_tiles = torch.tensor([len(tiles), 0], dtype=torch.int32, device=device)
     out = torch.full((count + padding, heads, head_dim), 7.0, dtype=dtype, device=device)
     options = {"window": window, "programs": programs, "config": config}
     prefill_attention(q, pool.device_cache, pool.device_table, device_tiles, num_tiles, out, **options)
+    assert num_tiles.tolist() == [len(tiles), 0]
     out = out.cpu()
     assert (out[count:] == 7).all()
     if twin:

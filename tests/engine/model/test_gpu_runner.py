@@ -11,7 +11,9 @@ import torch
 from engine.config import EngineConfig
 from engine.device import load_model
 from engine.gpu import forward
+from engine.gpu import inputs as inputs_module
 from engine.gpu import runner as runner_module
+from engine.gpu.inputs import StepInputs
 from engine.gpu.runner import GpuRunner
 from engine.request import SamplingParams
 from engine.step import PageUpdate, RowInit, RowWork, Sample, Step
@@ -188,3 +190,13 @@ def test_warm_up_leaves_the_pool_at_zero(seqs, tokens, page, model_at, gpu_runne
     runner.warm_up()
     assert runner._kv_cache.shape[1] == runner.num_pages + 1
     assert runner._kv_cache.count_nonzero() == 0
+
+
+def test_how_many_tiles_is_sent_with_a_counter_at_zero(monkeypatch):
+    """Whatever the host's memory holds, which is used again and again, and whatever a step before left."""
+    monkeypatch.setattr(inputs_module, "pinned", lambda size, _: torch.full((size,), 7, dtype=torch.int32))
+    inputs = StepInputs(64, 4, block_m=16, vocab_size=160, device=torch.device("cpu"))
+    for works, tiles in (((RowWork(1, 5, 1), RowWork(0, 0, 33)), 3), ((RowWork(1, 6, 1),), 0)):
+        inputs.num_tiles.fill_(9)
+        inputs.send(Step(0, (), (), works, ()), lambda shape: shape)
+        assert inputs.num_tiles.tolist() == [tiles, 0]
