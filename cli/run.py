@@ -204,5 +204,5 @@ def clear_errors() -> Iterator[None]:
 
     try:
         yield
-    except (ModelError, RequestRejected, OSError) as error:
+    except (ModelError, RequestRejected) as error:
         raise Failed(str(error)) from error

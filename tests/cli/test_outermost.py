@@ -1,6 +1,7 @@
 """What surrounds every command: a full disk, and standard streams that were closed."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,3 +29,22 @@ def test_a_command_and_its_children_work_without_standard_input_and_error(tiny_m
     closed = ["sh", "-c", 'exec "$@" <&- 2>&-', "sh", *command]
     run = subprocess.run(closed, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
     assert (run.returncode, run.stdout) == (0, "1 rows: 1 answered, 0 of them with an error, 0 left\n")
+
+
+def test_an_answer_that_nobody_reads_any_more_ends_quietly(tiny_model: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        command = [*FULCRUM, "generate", "x", f"--model={tiny_model}", *DUMMY]
+        run = subprocess.run(
+            command,
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (run.returncode, run.stderr) == (1, "")
