@@ -128,4 +128,5 @@ class EngineConfig:
         if tokens is None:
             tokens = max(usual_tokens, seqs)
         guessed = 0 if self.speculative == "off" else min(seqs * (1 + self.speculative_length), _MOST_GUESSED, tokens)
-        return StepLimits(seqs, tokens, max(seqs, guessed))
+        # There are fewer tokens than sequences in static batching alone, whose batches are then no larger.
+        return StepLimits(seqs, tokens, min(max(seqs, guessed), tokens))

@@ -34,7 +34,7 @@ class Forward:
 
     Args:
         model: whose weights are used.
-        max_tokens, max_samples: largest step.
+        max_tokens, max_samples: largest step; no more samples than tokens, whose memory `logits` uses.
     """
 
     def __init__(self, model: LoadedModel, *, max_tokens: int, max_samples: int) -> None:

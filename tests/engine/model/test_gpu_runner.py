@@ -1,5 +1,6 @@
 """The CUDA device's runner against transformers, its kernels interpreted where there is no such device."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,22 @@ def test_warm_up_leaves_the_pool_at_zero(seqs, tokens, page, model_at, gpu_runne
     runner.warm_up()
     assert runner._kv_cache.shape[1] == runner.num_pages + 1
     assert runner._kv_cache.count_nonzero() == 0
+
+
+def test_fewer_tokens_than_rows(model_at, tools, gpu_runner):
+    """Static batching may have them. No step draws more tokens than it computes, and no buffer is made to fit."""
+    folder, model = model_at("llama", num_hidden_layers=2)
+    prompts = [[5, 9], [7], [2, 4, 6]]
+    torch.set_warn_always(True)  # of a tensor that is too small for a product, each time
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "An output .* was resized")
+            runner = gpu_runner(folder, scheduler="static", max_num_seqs=8, max_num_batched_tokens=3)
+            runner.warm_up()
+            outputs = tools.Driver(runner).generate(prompts, 2, chunk=1)
+    finally:
+        torch.set_warn_always(False)
+    assert outputs == [tools.oracle(model, p, o) for p, o in zip(prompts, outputs, strict=True)]
 
 
 def test_how_many_tiles_is_sent_with_a_counter_at_zero(monkeypatch):
