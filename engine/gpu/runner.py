@@ -1,8 +1,8 @@
 """Executes the scheduler's steps on a CUDA device. Knows no requests and no policy.
 
-A step costs the host one packed copy to the device, the replay of two graphs (body; head with sampling) and one copy
-back. Nothing waits for the device but `collect`. Its twin is `engine.runner.ModelRunner`, which runs the same steps in
-plain torch.
+A step costs the host one packed copy to the device, the replay of two graphs (body; what samples alone need, with
+sampling) and one copy back. Nothing waits for the device but `collect`. Its twin is `engine.runner.ModelRunner`, which
+runs the same steps in plain torch.
 """
 
 import contextlib

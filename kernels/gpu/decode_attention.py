@@ -1,8 +1,9 @@
 """Attention of single queries over a paged KV cache: the decode step.
 
 The keys of a query are cut into splits, so that a few long sequences fill the device as well as many short ones do
-(FlashDecoding, Dao et al., 2023). `plan_decode` lists the splits once a step; `decode_attention` walks the list with a
-fixed number of programs in each layer. All that varies by step lies in device tensors: both fit into a CUDA graph.
+(FlashDecoding, Dao et al., 2023). `plan_decode` lists the splits; `decode_attention` walks the list with a fixed number
+of programs in each layer that has these queries. All that varies by step lies in device tensors: both fit into a CUDA
+graph.
 
 It does not write K and V, and knows nothing of prompts (`prefill_attention` does those).
 """
@@ -55,7 +56,7 @@ def decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """The list of splits of a step, and room for their partial results. Allocated once; all layers share it.
+    """The list of splits, and room for their partial results. Allocated once; layers with the same queries share it.
 
     Args:
         config: what the kernels were tuned to.
@@ -129,7 +130,7 @@ class DecodePlan:
 
 
 def plan_decode(plan: DecodePlan, rows: Tensor, positions: Tensor, num_decodes: Tensor) -> None:
-    """Lists the splits of a step in the plan.
+    """Lists the splits of a step's queries in the plan, in place of those that it had.
 
     Args:
         rows: (B,) int32, the page-table row of each query; B is at most the plan's max_queries.
@@ -175,7 +176,7 @@ def decode_attention(
         kv_cache: (pages, page_size, 2, kv_heads, head_dim) of one layer, the last dimension contiguous; what no query
             sees may hold anything. The page size is a power of two.
         page_table: (rows, max_pages) int32, the last dimension contiguous.
-        plan: made by `plan_decode` for this step.
+        plan: made by `plan_decode` for these queries.
         out: (T, heads, head_dim), the last dimension contiguous; only rows of planned queries are written.
         window: how many tokens back a query sees, itself included.
         scale: of the scores (None: head_dim ** -0.5).
