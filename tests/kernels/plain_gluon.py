@@ -24,6 +24,8 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 _program: contextvars.ContextVar[tuple[int, int]] = contextvars.ContextVar("program")
 _products: contextvars.ContextVar[deque["Product"]] = contextvars.ContextVar("products")
 _unfenced: contextvars.ContextVar[set[int]] = contextvars.ContextVar("unfenced")
+# Integers are for other partitions: they see them when the one that stored them arrives somewhere, and no sooner.
+_unseen: contextvars.ContextVar[list[tuple[Tensor, Tensor]]] = contextvars.ContextVar("unseen")
 _atomic = threading.Lock()
 
 
@@ -59,8 +61,11 @@ class Shared:
 
     def store(self, values: Tensor) -> None:
         assert values.dtype == self.dtype
-        self.values.copy_(values)
-        _unfenced.get().add(self.values.data_ptr())
+        if values.is_floating_point():
+            self.values.copy_(values)
+            _unfenced.get().add(self.values.data_ptr())
+        else:
+            _unseen.get().append((self.values, values))
 
 
 class Barrier:
@@ -135,8 +140,11 @@ def _multiply(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool 
 
 
 def _arrive(barrier: Barrier) -> None:
+    for place, values in _unseen.get():
+        place.copy_(values)
+    _unseen.get().clear()
     barrier.count_down(1, 0)
-    time.sleep(0.0001)  # for the other partitions to read what is stored too late
+    time.sleep(0.0001)  # for the other partitions to overwrite what is read too late
 
 
 def _wait(outstanding: int, deps: tuple[Product, ...]) -> Any:
@@ -152,8 +160,10 @@ def _specialize(partitions: list[tuple[Any, tuple[Any, ...]]], warps: list[int],
     def run(function: Any, args: tuple[Any, ...]) -> None:
         _products.set(deque())
         _unfenced.set(set())
+        _unseen.set([])
         function(*args)
         assert not _products.get()
+        assert not _unseen.get()
 
     with ThreadPoolExecutor(len(partitions)) as threads:
         runs = [threads.submit(contextvars.copy_context().run, run, *each) for each in partitions]
