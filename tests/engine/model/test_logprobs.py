@@ -87,8 +87,9 @@ def test_only_what_was_asked_for(llama, prompts):
 
 
 def test_the_cuda_runner(model_at, prompts, budget):
-    """Its kernels interpreted where there is no such device: chunks of prompts mixed with decodes, one step ahead."""
-    folder, model = model_at("llama", num_hidden_layers=1)
+    """Its kernels interpreted where there is no such device: chunks of prompts mixed with decodes, one step ahead, and
+    seen through windows."""
+    folder, model = model_at("mistral", num_hidden_layers=2, sliding_window=6)
     llm = LLM(folder, **EACH)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 20, "memory_budget": budget}
