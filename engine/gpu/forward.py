@@ -142,12 +142,14 @@ class Forward:
     def hidden(self, state: RowState, kv_cache: Tensor, chunk: tuple[int, int, int, int]) -> Tensor:
         """What is left of the last layer after `body`, for tokens of a sequence that follow one another.
 
+        It overwrites what `logits` reads of these tokens, and so comes after it, once for each of them.
+
         Args:
             kv_cache: as `body` left it.
             chunk: first token of the step, row, its position there, how many.
 
         Returns:
-            (N, D), normalised, in memory of its own: what `logits_of` takes.
+            (N, D), normalised, until the next step: what `logits_of` takes.
         """
         first, _, _, count = chunk
         layer, device, span = self._decoder.layers[-1], kv_cache.device, slice(first, first + count)
@@ -164,9 +166,8 @@ class Forward:
             programs=len(tiles),
             window=layer.window,
         )
-        residual = self._residual[span].clone()
-        x = torch.empty_like(residual)
-        self._rest(layer, self._attended[span], residual, self._decoder.norm, x)
+        x = self._x[span]
+        self._rest(layer, self._attended[span], self._residual[span], self._decoder.norm, x)
         return x
 
     def logits_of(self, hidden: Tensor) -> Tensor:
