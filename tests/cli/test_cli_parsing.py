@@ -289,7 +289,7 @@ def test_name_of_a_local_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             "Error: cannot listen on a..b:8000 (--port): this is no host's name",
         ),
         (
-            ["engine", "--metrics-port=1", f"--metrics-host={'a' * 64}"],
+            ["engine", "--grpc-port=0", "--metrics-port=1", f"--metrics-host={'a' * 64}"],
             f"Error: cannot listen on {'a' * 64}:1 (--metrics-port): this is no host's name",
         ),
     ],
