@@ -160,6 +160,8 @@ def reserved_port(host: str, port: int, *, shared: bool) -> Iterator[int]:
     # Bound but not listening: it takes no connections, and only processes that share it can bind it too.
     with socket.socket(family, kind) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # Connections of a server that has just ended keep its port for a minute, though gRPC itself could listen there.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(address)
         yield holder.getsockname()[1]
 

@@ -463,6 +463,26 @@ def test_a_taken_port_is_named_before_a_model_is_looked_for(command: str, option
     assert told == (2, f"Error: cannot listen on 127.0.0.1:{port} ({option}): Address already in use")
 
 
+def test_several_service_processes_share_a_port_that_connections_of_an_ended_server_still_keep() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port: int = listener.getsockname()[1]
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        accepted, _ = listener.accept()
+        listener.close()
+        accepted.close()  # first, as a server that ends: the connection is kept in TIME_WAIT on its side
+        assert client.recv(1) == b""
+    with socket.socket() as strict, pytest.raises(OSError, match="Address already in use"):
+        strict.bind(("127.0.0.1", port))
+    with settings.reserved_port("127.0.0.1", port, shared=True) as held:
+        assert held == port
+        with socket.socket() as worker:  # with gRPC's options
+            worker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            worker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            worker.bind(("127.0.0.1", port))
+            worker.listen()
+            socket.create_connection(("127.0.0.1", port)).close()  # served by the worker, not by what holds the port
+
+
 @pytest.mark.parametrize(
     ("command", "options"),
     [
