@@ -233,6 +233,11 @@ def number_bounds(own: Flat, kind: str, pointer: str) -> dict[str, Any] | None:
             whole["minimum"] = math.floor(low) + 1 if open_low else math.ceil(low)
         if high != math.inf:
             whole["maximum"] = math.ceil(high) - 1 if open_high else math.floor(high)
+        for keyword, bound in whole.items():
+            if keyword != "type" and not -(1 << 63) <= bound < 1 << 63:
+                raise SchemaError(
+                    pointer, f"as {keyword} of an integer {bound} is not served: it has more than 64 bits"
+                )
         return whole if whole.get("minimum", -math.inf) <= whole.get("maximum", math.inf) else None
     if not (math.isfinite(low) and math.isfinite(high) and (high - low) / step <= MAX_MULTIPLES):
         raise SchemaError(f"{pointer}/multipleOf", f"only served where bounds leave at most {MAX_MULTIPLES} values")

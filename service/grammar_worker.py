@@ -21,7 +21,7 @@ import msgspec
 from engine.grammar import Vocabulary, tokenizer_info
 from service.flat_schema import SchemaError
 from service.json_schema import core_schema
-from service.patterns import PatternError, of_a_text
+from service.patterns import PatternError, checked_grammar, of_a_text
 
 if TYPE_CHECKING:
     import xgrammar
@@ -80,7 +80,7 @@ def compiled(compiler: "xgrammar.GrammarCompiler", job: Constraint) -> "xgrammar
         case "regex":
             source = Grammar.from_regex(of_a_text(job.text))
         case "grammar":
-            source = Grammar.from_ebnf(job.text)
+            source = Grammar.from_ebnf(checked_grammar(job.text))
         case "choices":
             source = Grammar.from_ebnf(alternatives(msgspec.json.decode(job.text, type=list[str])))
         case _:

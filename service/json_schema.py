@@ -40,7 +40,7 @@ from service.flat_schema import (
     number_bounds,
     plain_numbers,
 )
-from service.patterns import PatternError, anchored, bounded, others
+from service.patterns import MAX_COUNT, PatternError, anchored, bounded, others
 
 MAX_DEPTH = 64
 MAX_NODES = 20_000
@@ -262,7 +262,9 @@ class _Rewriter:
             if keyword in COUNTS:
                 if value < 0 or value != int(value):
                     raise SchemaError(f"{pointer}/{keyword}", "must be a whole number, at least 0")
-                flat[keyword] = int(value)
+                if keyword.startswith("min") and value > MAX_COUNT:
+                    raise SchemaError(f"{pointer}/{keyword}", f"above {MAX_COUNT} it is not served")
+                flat[keyword] = min(int(value), MAX_COUNT)  # no answer is longer
         if flat.get("multipleOf", 1) <= 0:
             raise SchemaError(f"{pointer}/multipleOf", "must be a number above 0")
         if not all(isinstance(name, str) for name in flat.get("required", ())):

@@ -15,14 +15,20 @@ _UNSAFE = {'"', '\\"', "\\\\", r"\n", r"\r", r"\t", r"\f", r"\v", r"\0", "\n", "
 # A piece of a pattern: a class (as of ECMAScript: [^] is any character), an escape, or any other character.
 _PIECE = re.compile(r"\[(?:\\.|[^\]\\])*\]|\\.|.", re.DOTALL)
 _ANCHORS = {"^", "$", r"\b", r"\B", r"\A", r"\z", r"\Z"}
+# XGrammar 0.2.9 counts in 32 bits, and begins anew: to it a{4294967297} is a.
+MAX_COUNT = (1 << 31) - 1
+_COUNT = r"\{\s*(?:([0-9]+)\s*)?(?:,\s*(?:([0-9]+)\s*)?)?\}"
+_IN_PATTERN = re.compile(r"\[(?:\\.|[^\]\\])*\]|\\.|" + _COUNT, re.DOTALL)
+_IN_GRAMMAR = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|' + _COUNT, re.DOTALL)
 
 
 def anchored(pattern: str) -> str:
     """^...$ around the pattern, and `.*` where it is open at an end.
 
     Raises:
-        PatternError: an anchor within, or a look-around.
+        PatternError: an anchor within, a look-around, or a count above MAX_COUNT.
     """
+    _check_counts(pattern, _IN_PATTERN)
     branches = list(_branches(pattern))
     if re.search(r"\(\?(?!:)", pattern):
         raise PatternError("groups that begin with (? are not served, but (?:")
@@ -34,9 +40,10 @@ def of_a_text(pattern: str) -> str:
     """The pattern of a whole text. To XGrammar 0.2.9 a line feed is a . too, and the last a of \\x61a a digit.
 
     Raises:
-        PatternError: an anchor within, which XGrammar would leave out (and of \\A the backslash alone); or a class that
-            Python ends later than ECMAScript.
+        PatternError: an anchor within, which XGrammar would leave out (and of \\A the backslash alone); a class that
+            Python ends later than ECMAScript; or a count above MAX_COUNT.
     """
+    _check_counts(pattern, _IN_PATTERN)
     pieces = _PIECE.findall(pattern)
     if not {"[]", "[^]"}.isdisjoint(pieces):
         raise PatternError(r"a ] that a class begins with is to be written \], and any character [\s\S]")
@@ -44,6 +51,17 @@ def of_a_text(pattern: str) -> str:
         _inner(branch)
     pattern = re.sub(r"(\\\\)|\\x([0-9A-Fa-f]{2})", lambda found: found[1] or f"\\u00{found[2]}", pattern)
     return "".join(r"[^\n]" if piece == "." else piece for piece in _PIECE.findall(pattern))
+
+
+def checked_grammar(grammar: str) -> str:
+    """The same grammar (EBNF). Raises PatternError: a count above MAX_COUNT."""
+    _check_counts(grammar, _IN_GRAMMAR)
+    return grammar
+
+
+def _check_counts(text: str, within: re.Pattern[str]) -> None:
+    if any(float(count) > MAX_COUNT for found in within.finditer(text) for count in found.groups() if count):
+        raise PatternError(f"something is to be repeated more than {MAX_COUNT} times")
 
 
 def _ascii(pattern: str) -> str:
