@@ -76,6 +76,18 @@ class Fulcrum:
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.fixture(autouse=True)
+def hangups_count() -> Iterator[None]:
+    """A command under test hears SIGHUP though the tests themselves run under nohup, whose children ignore it too."""
+    # A handler of ours is the default again in a child.
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    if ignored:
+        signal.signal(signal.SIGHUP, lambda *_: None)
+    yield
+    if ignored:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 @pytest.fixture(scope="session")
 def await_end() -> Callable[[list[int]], None]:
     """Fails unless these processes end within some seconds (a helper of multiprocessing ends after its parent)."""
