@@ -70,7 +70,7 @@ def test_what_is_no_result_is_told(tmp_path):
             compare({"a": {"request_throughput": 1.0}, "b": {"request_throughput": 1.0, "p99_itl_ms": odd}})
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning")  # as matplotlib and numpy warn
 def test_results_are_drawn_without_those_that_have_no_rate(tmp_path):
     """Of a run without a server, of one with other percentiles, of one without any that succeeded."""
     served = {"request_rate": "inf", "completed": 1, "request_throughput": 2.0, "request_goodput": None}
