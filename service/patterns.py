@@ -12,14 +12,16 @@ class PatternError(Exception):
 # In JSON these are written with a backslash, which the compiler does not know of: it would let them stand as they are.
 # (Of classes it takes them out.)
 _UNSAFE = {'"', '\\"', "\\\\", r"\n", r"\r", r"\t", r"\f", r"\v", r"\0", "\n", "\r", "\t"}
-# A piece of a pattern: a class (as of ECMAScript: [^] is any character), an escape, or any other character.
-_PIECE = re.compile(r"\[(?:\\.|[^\]\\])*\]|\\.|.", re.DOTALL)
+# As of ECMAScript: [^] is any character.
+_CLASS = r"\[(?:\\.|[^\]\\])*\]"
+# A piece of a pattern: a class, an escape, or any other character.
+_PIECE = re.compile(_CLASS + r"|\\.|.", re.DOTALL)
 _ANCHORS = {"^", "$", r"\b", r"\B", r"\A", r"\z", r"\Z"}
 # XGrammar 0.2.9 counts in 32 bits, and begins anew: to it a{4294967297} is a.
 MAX_COUNT = (1 << 31) - 1
 _COUNT = r"\{\s*(?:([0-9]+)\s*)?(?:,\s*(?:([0-9]+)\s*)?)?\}"
-_IN_PATTERN = re.compile(r"\[(?:\\.|[^\]\\])*\]|\\.|" + _COUNT, re.DOTALL)
-_IN_GRAMMAR = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|' + _COUNT, re.DOTALL)
+_IN_PATTERN = re.compile(rf"{_CLASS}|\\.|{_COUNT}", re.DOTALL)
+_IN_GRAMMAR = re.compile(rf'"(?:\\.|[^"\\])*"|{_CLASS}|#[^\n]*|{_COUNT}', re.DOTALL)
 
 
 def anchored(pattern: str) -> str:
