@@ -127,6 +127,6 @@ class EngineConfig:
             seqs = usual_seqs if tokens is None else min(usual_seqs, tokens)
         if tokens is None:
             tokens = max(usual_tokens, seqs)
-        guessed = 0 if self.speculative == "off" else min(seqs * (1 + self.speculative_length), _MOST_GUESSED, tokens)
+        guessed = 0 if self.speculative == "off" else min(seqs * (1 + self.speculative_length), _MOST_GUESSED)
         # There are fewer tokens than sequences in static batching alone, whose batches are then no larger.
         return StepLimits(seqs, tokens, min(max(seqs, guessed), tokens))
